@@ -11,8 +11,10 @@ from typing import Any
 
 from search_tasks import Task
 
+from paceline._base.arguments_and_errors import Rng
 from paceline.search import Create, Exited, Input, Operation, Reported, Started, Stop, Train
-from paceline.search._hyperparameter_space import Parameter, Rng, parse_space
+from paceline.search._hyperparameter_kinds import Parameter
+from paceline.search._hyperparameter_space import parse_space
 
 
 class Rival(ABC):

@@ -18,18 +18,13 @@ from paceline._cluster.messages.experiment_models import (
     CheckpointPreview,
     CodeDiff,
     Experiment,
-    FrontTrial,
     LogLine,
     MetricRow,
     ModelVersion,
     Number,
-    Proposal,
     RegisteredModel,
     Relative,
-    SearchObjective,
     Trial,
-    TrialProposal,
-    TrialRung,
     TrialTime,
 )
 from paceline._cluster.messages.master_models import (
@@ -51,6 +46,13 @@ from paceline._cluster.messages.master_models import (
     Token,
     Usage,
     User,
+)
+from paceline._cluster.messages.search_and_metric_models import (
+    FrontTrial,
+    Proposal,
+    SearchObjective,
+    TrialProposal,
+    TrialRung,
 )
 from paceline.client._experiment_lineage import Repeats
 

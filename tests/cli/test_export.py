@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from paceline import core
 from paceline._training.engine.checkpoints.state_files import save_state
-from paceline._training.engine.checkpoints.weights_and_optimizers import export_weights
+from paceline._training.engine.checkpoints.weight_exports import export_weights
 from paceline.cli._app import app
 from paceline.storage import CheckpointNotFoundError, DirectoryStorage
 

@@ -11,13 +11,14 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from paceline._cluster.master.store import user_tables
+
 sys.path.append(str(Path(__file__).parents[1] / "master"))
 
 from sqlalchemy import insert
 
 from conftest import ServedMaster
 from paceline._cluster.master.authentication import StoredToken, _digest
-from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.messages.master_models import TokenScope
@@ -29,10 +30,12 @@ def add_user(master: ServedMaster, name: str) -> None:
         return
 
     def job(transaction: Transaction) -> None:
-        token_id, now = new_id(transaction.connection, tables.tokens), time.time()
+        token_id, now = new_id(transaction.connection, user_tables.tokens), time.time()
         scope = TokenScope.SUBMIT
         row = {"id": token_id, "name": name, "scope": scope.value, "created_at": now}
-        transaction.connection.execute(insert(tables.tokens).values(digest=_digest(name), **row))
+        transaction.connection.execute(
+            insert(user_tables.tokens).values(digest=_digest(name), **row)
+        )
         token = StoredToken(
             id=token_id, name=name, scope=scope, created_at=now, expires_at=None, revoked_at=None
         )

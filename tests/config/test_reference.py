@@ -26,7 +26,7 @@ from paceline.config._experiment_config import (
 )
 from paceline.config._fields_and_problems import REFUSED_FIELDS, Optimizations
 from paceline.config._read_yaml import parse_yaml
-from paceline.config._searcher_section import (
+from paceline.config._searcher_registry import (
     AdaptiveAshaSearcher,
     AsyncHalvingSearcher,
     GridSearcher,
@@ -34,10 +34,9 @@ from paceline.config._searcher_section import (
     MedianStoppingSearcher,
     PbtSearcher,
     RandomSearcher,
-    SamplerSection,
-    SearchLimits,
     SingleSearcher,
 )
+from paceline.config._searcher_section import SamplerSection, SearchLimits
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "experiment-config.md"
 

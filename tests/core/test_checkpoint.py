@@ -22,7 +22,7 @@ from paceline.storage import (
     CheckpointWriteError,
     DirectoryStorage,
 )
-from paceline.storage._checkpoint_files import is_of_other_trial
+from paceline.storage._checkpoint_storage import is_of_other_trial
 
 
 def store(context: core.Context, steps: int, content: str = "x", note: str = "") -> str:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from paceline.data import _file_index_and_format as _encoded_images
-from paceline.data._file_index_and_format import ImageBatchMemory
+from paceline.data import _torch_loaders as _encoded_images
+from paceline.data._torch_loaders import ImageBatchMemory
 
 SHAPE = (2, 3)
 

@@ -11,7 +11,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paceline._training.engine.checkpoints.weights_and_optimizers import export_onnx
+from paceline._training.engine.checkpoints.weight_exports import export_onnx
 from paceline.declarative import Trainer, TrainingConfig
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))

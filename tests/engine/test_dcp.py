@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
 from paceline._training.engine.checkpoints.state_files import save_state
+from paceline._training.engine.checkpoints.weight_exports import export_dcp, export_weights
 from paceline._training.engine.checkpoints.weights_and_optimizers import (
-    export_dcp,
-    export_weights,
     load_optimizer_state,
     load_weights,
 )

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
-from paceline._training.engine.checkpoints import weights_and_optimizers as _export_weights
+from paceline._training.engine.checkpoints import weight_exports as _export_weights
 from paceline._training.engine.checkpoints.state_files import (
     read_training,
     read_weights,
@@ -27,7 +27,7 @@ from paceline._training.engine.checkpoints.stored_tensors import (
     WholeTensors,
     write_tensor_file,
 )
-from paceline._training.engine.checkpoints.weights_and_optimizers import export_dcp, export_weights
+from paceline._training.engine.checkpoints.weight_exports import export_dcp, export_weights
 from paceline.pytorch import load_weights_from_checkpoint_path
 from paceline.storage import CheckpointCorruptError, CheckpointNotFoundError, DirectoryStorage
 from paceline.storage._checkpoint_files import STATE_VERSION, CheckpointMismatchError
@@ -304,7 +304,7 @@ def _cut(path: Path) -> None:
 MEASURED = """
 import sys
 from pathlib import Path
-from paceline._training.engine.checkpoints.weights_and_optimizers import export_dcp, export_weights
+from paceline._training.engine.checkpoints.weight_exports import export_dcp, export_weights
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

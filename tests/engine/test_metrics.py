@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline._training.engine.metric_reducers import KeySetError, WeightedMeans
+from paceline._training.engine.weighted_means import KeySetError, WeightedMeans
 from paceline.core import DistributedContext, NonFiniteError
 
 CPU = torch.device("cpu")

@@ -16,23 +16,23 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from paceline._training.engine import devices as _tensor_copies
 from paceline._training.engine.checkpoints.sharded_state import (
     HostCopies,
-    StateInPieces,
     parts_with_shard,
     take_sharded_tensor_pieces,
 )
+from paceline._training.engine.checkpoints.state_files import StateInPieces
 from paceline._training.engine.devices import Precision
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     RankGrid,
     check_tensor_options,
     check_tensor_size,
     check_whole,
+    clip_grad_norm_,
 )
 from paceline._training.engine.gradient_reduction import (
     DataParallel,
     FlatReduction,
     default_data_parallel,
 )
-from paceline._training.engine.gradient_sync import clip_grad_norm_
 from paceline._training.engine.metric_reducers import Reducer
 from paceline._training.engine.model_preparation import ModelOptions
 from paceline._training.engine.optimizer_stepper import Stepper

@@ -12,13 +12,10 @@ import pytest
 from paceline._cluster.master.api import checkpoint_routes as _checkpoint_routes
 from paceline._cluster.master.experiments.storage_calls import StorageCalls, StorageMarks
 from paceline._cluster.master.nodes import checkpoint_transfers as _checkpoint_transfers
-from paceline._cluster.master.upkeep.check_files import (
-    CheckPace,
-    Finding,
-    check_checkpoints,
-)
+from paceline._cluster.master.upkeep.check_files import CheckPace, Finding, check_checkpoints
 from paceline.storage import DirectoryStorage
-from paceline.storage._checkpoint_files import new_uuid, origin_of
+from paceline.storage._checkpoint_files import origin_of
+from paceline.storage._checkpoint_storage import new_uuid
 
 OTHER_UID = 65534
 SECRET = b"the admin token"

@@ -12,7 +12,7 @@ from sqlalchemy import delete, insert, select, update
 
 from paceline._cluster.master.scheduling.pool_policies import DEFAULT_HALF_LIFE_S, faded
 from paceline._cluster.master.store import quotas as quotas_module
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.quotas import note_use, note_use_of_month
 from paceline._cluster.master.upkeep.backup import Backup
 from paceline._cluster.master.upkeep.restore import restore
@@ -149,7 +149,7 @@ def test_what_ended_before_an_upgrade_counts_in_its_month(master: Any) -> None:
 
     master.core.database.write(fill).result()
     with master.core.database.read() as connection:
-        used = connection.execute(select(tables.slot_use)).all()
+        used = connection.execute(select(user_tables.slot_use)).all()
     # Two at the turn of a month.
     assert sum(row.slot_s for row in used) == pytest.approx(2.0, abs=1e-5) or len(used) == 2
 
@@ -272,7 +272,7 @@ def test_a_reservation_clears_its_node_and_keeps_others_away(master: Any, add: A
     [node] = ada.get("/nodes?include_local=true").json()
     assert [one["user"] for one in node["reservations"]] == ["ada"]
     # It has begun: they are asked to leave with a checkpoint, as by a drain.
-    begun = update(tables.reservations).values(begins_at=now - 1.0)
+    begun = update(user_tables.reservations).values(begins_at=now - 1.0)
     master.core.database.write(lambda job: job.connection.execute(begun)).result()
     for _ in range(2):
         master.schedule()
@@ -499,10 +499,10 @@ def test_slots_in_a_gap_are_no_turn_but_count_as_use(master: Any) -> None:
 
     def fill(transaction: Any, *, is_filler: bool) -> Any:
         connection = transaction.connection
-        connection.execute(delete(tables.slot_use))
+        connection.execute(delete(user_tables.slot_use))
         note_use(connection, owner, None, 2, now - 500, now - 400, is_filler=False)
         note_use(connection, owner, None, 3, now - 300, now - 20, is_filler=is_filler)
-        return connection.execute(select(tables.slot_use)).one()
+        return connection.execute(select(user_tables.slot_use)).one()
 
     plain, filler = (
         master.core.database.write(partial(fill, is_filler=one)).result() for one in (False, True)

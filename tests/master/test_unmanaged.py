@@ -22,10 +22,11 @@ from paceline._base.run_directory import JournalKey, RunInfo, RunTail, TrialInfo
 from paceline._cluster.master.experiments import directory_watchers
 from paceline._cluster.master.experiments.directory_watchers import RunsWatcher
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
+from paceline._cluster.master.experiments.state_decisions import end_of_run
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.stored_searches import Searches
-from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged, config_of_run, end_of_run
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged, config_of_run
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.metric_rows_and_times import read_rows
 from paceline._cluster.master.store.trial_logs import LogStore
@@ -182,7 +183,7 @@ def dump(master: Any) -> dict[str, list[Any]]:
     with master.core.database.read() as connection:
         return {
             name: [tuple(row) for row in connection.execute(select(table))]
-            for name, table in tables.metadata.tables.items()
+            for name, table in user_tables.metadata.tables.items()
             if name != "audit"
         }
 

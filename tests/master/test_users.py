@@ -11,7 +11,7 @@ from sqlalchemy import select
 
 from paceline._cluster.master.api.list_routes import Filters, list_experiments
 from paceline._cluster.master.api.readers import _answer, _Records
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.database import Database, DatabaseReader
 from paceline._cluster.master.store.reach import Reach, acting
 from paceline._cluster.master.upkeep.backup import Backup
@@ -401,7 +401,7 @@ def test_an_older_home_belongs_to_the_first_administrator(tmp_path: Path) -> Non
         assert not users.is_shared
         with database.read() as connection:
             rows = connection.execute(select(tables.experiments)).all()
-            tokens = connection.execute(select(tables.tokens)).all()
+            tokens = connection.execute(select(user_tables.tokens)).all()
         assert {(row.owner, row.project_id) for row in rows} == {("admin", 1)}
         assert {row.user for row in tokens} <= {"admin"}
     finally:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline._training.engine.checkpoints.state_files import save_state
-from paceline._training.engine.checkpoints.weights_and_optimizers import export_dcp, export_weights
+from paceline._training.engine.checkpoints.weight_exports import export_dcp, export_weights
 from paceline.storage._checkpoint_files import STATE_VERSION
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from paceline._base.arguments_and_errors import Rng
 from paceline.search import Create, Started
-from paceline.search._hyperparameter_space import Rng
 from paceline.search._search import Search
 from paceline.search._search_method import RandomConfig
 

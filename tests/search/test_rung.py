@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.search._adaptive_asha import Rung
+from paceline.search._rungs import Rung
 
 
 def _filled(*values: float) -> Rung:

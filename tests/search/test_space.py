@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline._base.arguments_and_errors import Rng
 from paceline.search import SpaceError, parse_space
-from paceline.search._hyperparameter_space import Rng
 
 
 def _axis(**fields: Any) -> list[Any]:

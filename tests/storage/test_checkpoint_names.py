@@ -2,7 +2,7 @@
 
 from uuid import UUID
 
-from paceline.storage._checkpoint_files import is_of_other_trial, new_uuid, series_uuid
+from paceline.storage._checkpoint_storage import is_of_other_trial, new_uuid, series_uuid
 
 CLUSTER = "5a3c2ee0-9f0f-4a8e-8a37-6f2d57d3e8a2"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.testing._verify_resume import Script, prepare_script_directory, start_script
+from paceline.testing._script_runs import Script, prepare_script_directory, start_script
 
 # The kernel shows others a write that crosses a page of the file in two parts.
 SCRIPT = """

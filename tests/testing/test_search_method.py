@@ -13,7 +13,7 @@ import pytest
 from pydantic import Field
 
 from paceline.config import Searcher
-from paceline.config._searcher_section import (
+from paceline.config._searcher_registry import (
     AdaptiveAshaSearcher,
     AsyncHalvingSearcher,
     GridSearcher,

@@ -18,14 +18,8 @@ from paceline.testing._compare_runs import (
     compare_checkpoints,
     read_file,
 )
-from paceline.testing._trainer_adapters import (
-    ADAPTERS,
-    CheckpointWatch,
-    TrainerAdapter,
-    file_stamps,
-    loss_distance,
-    read_logs,
-)
+from paceline.testing._script_runs import file_stamps, loss_distance, read_logs
+from paceline.testing._trainer_adapters import ADAPTERS, CheckpointWatch, TrainerAdapter
 
 
 class Command:

@@ -78,7 +78,7 @@ def test_each_visible_gpu_has_a_worker(
     pickled = cloudpickle.dumps(trainer)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(
-        "paceline._training.workers.workers.WorkerResources.check_machine", lambda *_: None
+        "paceline._training.workers.worker_settings.WorkerResources.check_machine", lambda *_: None
     )
     assert pickle.loads(pickled)._settings.num_workers == expected
 

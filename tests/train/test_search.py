@@ -13,8 +13,7 @@ import cloudpickle
 import pytest
 
 from paceline import core, train
-from paceline._training.masterless_search import search_name
-from paceline._training.masterless_search_trials import checked_search
+from paceline._training.masterless_search_trials import checked_search, search_name
 from paceline.config import Searcher
 from paceline.search import (
     Create,

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline import train
-from paceline._training.engine.checkpoints.weights_and_optimizers import export_weights
+from paceline._training.engine.checkpoints.weight_exports import export_weights
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

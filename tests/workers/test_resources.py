@@ -3,8 +3,8 @@
 import pytest
 
 from paceline._base.process_and_network import num_cores
-from paceline._training.workers import workers as _worker_resources
-from paceline._training.workers.workers import WorkerResources, WorkerSettings
+from paceline._training.workers import worker_settings as _worker_resources
+from paceline._training.workers.worker_settings import WorkerResources, WorkerSettings
 
 
 def test_groups_at_once_share_out_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

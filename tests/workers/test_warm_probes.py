@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline._training.workers.processes.local_worker_group import LocalGroup
-from paceline._training.workers.processes.templates import Template, TemplateError
+from paceline._training.workers.processes.template_client import Template, TemplateError
 from paceline._training.workers.processes.worker_process import WorkerSpec, start_process
 from paceline._training.workers.processes.worker_program import PROGRAM_FILE
 
@@ -214,7 +214,7 @@ def test_a_program_starts_afresh_without_a_template_that_answers(
     monkeypatch: pytest.MonkeyPatch,
     fault: str,
 ) -> None:
-    monkeypatch.setattr("paceline._training.workers.processes.templates._ANSWER_S", 1.0)
+    monkeypatch.setattr("paceline._training.workers.processes.template_client._ANSWER_S", 1.0)
     (tmp_path / "train.py").write_text("print('trained')")
     made = small_template([])
     os.kill(made._popen.pid, getattr(signal, fault))
@@ -232,7 +232,7 @@ def test_a_fault_before_one_of_three_ranks_starts_it_afresh_with_the_reason(
     fault: str,
     rank: int,
 ) -> None:
-    monkeypatch.setattr("paceline._training.workers.processes.templates._ANSWER_S", 3.0)
+    monkeypatch.setattr("paceline._training.workers.processes.template_client._ANSWER_S", 3.0)
     library = tmp_path / "library"
     library.mkdir()
     (library / "installed.py").write_text("VERSION = 1")

@@ -1,4 +1,4 @@
-"""Process and network: cores, waits, terminal text, addresses, ports, programs with requests."""
+"""Process and network: cores, waits, terminal text, addresses, ports, programs, messages."""
 
 import json
 import os
@@ -468,3 +468,52 @@ class RequestProgram:
         lines = errors.read().decode(errors="replace").strip().splitlines()
         errors.close()
         return f": {lines[-1]}" if lines else "."
+
+
+_LENGTH = struct.Struct("!I")
+# The three standard streams and the program's further descriptors.
+_MOST_DESCRIPTORS = 16
+
+
+def send_message(
+    end: socket.socket, content: dict[str, Any], descriptors: Sequence[int] = ()
+) -> None:
+    """Send a message.
+
+    Raises:
+        OSError: The other side has gone.
+    """
+    body = json.dumps(content).encode()
+    socket.send_fds(end, [_LENGTH.pack(len(body))], list(descriptors))
+    end.sendall(body)
+
+
+def receive_message(end: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Wait for a message with its descriptors, and return both; None if the other side has gone.
+
+    Raises:
+        TimeoutError: The socket has a timeout, and it passed.
+    """
+    try:
+        header, descriptors, _, _ = socket.recv_fds(
+            end, _LENGTH.size, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        if not header:
+            return None
+        header += _receive_all(end, _LENGTH.size - len(header))
+        body = _receive_all(end, _LENGTH.unpack(header)[0])
+    except TimeoutError:
+        raise
+    except OSError:
+        return None
+    return json.loads(body), descriptors
+
+
+def _receive_all(end: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = end.recv(size - len(data))
+        if not piece:
+            raise ConnectionResetError("The other side has gone in the middle of a message.")
+        data += piece
+    return bytes(data)

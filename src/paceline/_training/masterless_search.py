@@ -1,35 +1,23 @@
-"""Search without a master: trials waiting, running, pausing and ending; journal and outcomes."""
+"""Search without a master: trials waiting, running, pausing and ending, and outcomes."""
 
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
-from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from paceline import core, faults
-from paceline._base.journal_records import (
-    RunMetadataSet,
-    SearchInputTaken,
-    decode_value,
-    encode_metrics,
-)
-from paceline._base.run_directory import JournalKey, RunDirectory
-from paceline.core._arguments import Outcome
-from paceline.core._attempt_journal import begin_journal, end_journal, outcome_of
-from paceline.core._run_directories import RESUME_VARIABLE, OpenedRun, open_run, run_name
+from paceline._base.journal_records import SearchInputTaken, decode_value, encode_metrics
 from paceline.search._hyperparameter_space import Space
 from paceline.search._samplers import Observation
-from paceline.search._search import SPENT_INTERVAL_S, Search
+from paceline.search._search import Search
 from paceline.search._search_method import (
     Create,
     Exited,
@@ -43,132 +31,15 @@ from paceline.search._search_method import (
     Stop,
     Train,
     input_from_json,
-    message_to_json,
 )
+from paceline.search._search_state import SPENT_INTERVAL_S
+
+if TYPE_CHECKING:
+    from paceline._training.masterless_search_trials import SearchJournal
 
 logger = logging.getLogger(__name__)
 
 faults.register("train.search.input")
-
-
-_search_numbers = count(1)
-
-
-def search_name() -> str:
-    """Return the name of the script's searches; runs of the script itself have its name alone."""
-    name = run_name()
-    return f"{name}-{'trials' if name.endswith('search') else 'search'}"
-
-
-def _search_to_resume(name: str) -> Path | None:
-    """Return the directory that PACELINE_RESUME names, if it has a search of this name.
-
-    The directory belongs to the first search of the process that has none: a later one may try
-    another function.
-    """
-    if next(_search_numbers) > 1:
-        return None
-    path = Path(os.environ.get(RESUME_VARIABLE) or "auto")
-    names = (name, f"{run_name()}-search")  # The second is that of 0.1.0.
-    is_search = (path / "run.json").exists() and RunDirectory(path).read_info().name in names
-    return path.absolute() if is_search else None
-
-
-class SearchJournal:
-    """Run directory of a search, with the inputs of the search as its journal.
-
-    Args:
-        directory: The directory, for a new search or to resume one; a new one below
-            ``./paceline_runs`` by default.
-        setup: The arguments of the search. An earlier search must have the same.
-        seed: The seed of a new search; drawn by default.
-
-    Raises:
-        RuntimeError: Another process works on the search.
-        ValueError: The directory has a search with another setup.
-    """
-
-    def __init__(self, directory: Path | None, setup: Mapping[str, Any], seed: int | None) -> None:
-        self._lock = ExitStack()
-        name = search_name()
-        self._opened = opened = open_run(
-            name=name,
-            directory=_search_to_resume(name) if directory is None else directory,
-            seed=seed,
-            hparams=setup["space"],
-            is_resumable=False,
-            lock=self._lock,
-        )
-        self._run = RunDirectory(opened.path)
-        try:
-            self._check_same(setup)
-        except BaseException:
-            self._lock.close()
-            raise
-        self.journal = begin_journal(self._run, opened)
-        self.journal.append(RunMetadataSet(time=time.time(), metadata=dict(setup)))
-
-    @property
-    def path(self) -> Path:
-        """The directory."""
-        return self._opened.path
-
-    @property
-    def opened(self) -> OpenedRun:
-        """The run of the search."""
-        return self._opened
-
-    @property
-    def seed(self) -> int:
-        """The seed of the search."""
-        return self._opened.seed
-
-    def earlier(self) -> Iterator[SearchInputTaken]:
-        """Yield the inputs of earlier attempts."""
-        for record in self._records():
-            if isinstance(record, SearchInputTaken):
-                yield record
-
-    def add(self, given: Input, number: int = 0, metrics: Mapping[str, Any] | None = None) -> None:
-        """Append an input; the entry survives a kill of this process."""
-        self.journal.append(
-            SearchInputTaken(
-                time=time.time(),
-                input=msgspec.json.decode(message_to_json(given)),
-                number=number,
-                metrics=None if metrics is None else encode_metrics(dict(metrics)),
-            )
-        )
-        if faults.is_active():
-            faults.reach("train.search.input")
-
-    def close(self, error: BaseException | None) -> None:
-        """Record the end."""
-        # After Ctrl-C it can resume, as its trials can.
-        is_interrupted = isinstance(error, KeyboardInterrupt)
-        outcome = Outcome.PREEMPTED if is_interrupted else outcome_of(error)
-        end_journal(self.journal, outcome, error)
-        self._lock.close()
-
-    def _records(self) -> Iterator[Any]:
-        for attempt in range(self._opened.attempt):
-            for entry in self._run.reader(JournalKey(attempt, 0, 0)):
-                yield entry.decode()
-
-    def _check_same(self, setup: Mapping[str, Any]) -> None:
-        stored = next((r.metadata for r in self._records() if isinstance(r, RunMetadataSet)), None)
-        if self._opened.attempt and stored is None:
-            raise ValueError(
-                f"`directory` must be new or that of a search, but {str(self.path)!r} has another"
-                " run."
-            )
-        for name, value in setup.items():
-            if stored is not None and stored.get(name) != value:
-                raise ValueError(
-                    f"A search must go on with the same `{name}`, which is {stored.get(name)!r} in"
-                    f" {str(self.path)!r}, but got {value!r}. Hint: another `directory` for a new"
-                    " search."
-                )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -294,7 +165,7 @@ class SearchRun:
     """
 
     search: Search
-    journal: SearchJournal
+    journal: "SearchJournal"
     _: KW_ONLY
     make_result: Callable[..., TrialOutcome]
     metrics: Sequence[str]

@@ -1,4 +1,4 @@
-"""Threads running the trials of a search on reusable workers, and the setup of the search.
+"""Journal and setup of a search without a master, and threads that run its trials.
 
 Progress of a search without a master: trials, their best value, time left, end.
 """
@@ -7,17 +7,22 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
+from paceline import faults
+from paceline._base.journal_records import RunMetadataSet, SearchInputTaken, encode_metrics
 from paceline._base.progress_display import TrainingProgress
+from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._training.masterless_search import (
     MetricMissingError,
     NextMove,
-    SearchJournal,
     SearchRun,
     SearchTrial,
     TrialOutcome,
@@ -26,6 +31,9 @@ from paceline._training.masterless_search import (
 from paceline.config._fields_and_problems import ConfigError
 from paceline.config._searcher_section import BATCHES, Searcher
 from paceline.config._validate_config import validate_config
+from paceline.core._arguments import Outcome
+from paceline.core._attempt_journal import begin_journal, end_journal, outcome_of
+from paceline.core._run_directories import RESUME_VARIABLE, OpenedRun, open_run, run_name
 from paceline.core._train_context import RunFeedback, ending_of
 from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._sampler_program import SamplerProgram
@@ -37,12 +45,133 @@ from paceline.search._samplers import (
     recalled_from,
 )
 from paceline.search._search import Search
-from paceline.search._search_method import Create, ExitReason, Input, Proposed
+from paceline.search._search_method import Create, ExitReason, Input, Proposed, message_to_json
 
 if TYPE_CHECKING:
     from paceline._training.masterless_search import SearchStanding
 
 logger = logging.getLogger(__name__)
+
+
+_search_numbers = count(1)
+
+
+def search_name() -> str:
+    """Return the name of the script's searches; runs of the script itself have its name alone."""
+    name = run_name()
+    return f"{name}-{'trials' if name.endswith('search') else 'search'}"
+
+
+def _search_to_resume(name: str) -> Path | None:
+    """Return the directory that PACELINE_RESUME names, if it has a search of this name.
+
+    The directory belongs to the first search of the process that has none: a later one may try
+    another function.
+    """
+    if next(_search_numbers) > 1:
+        return None
+    path = Path(os.environ.get(RESUME_VARIABLE) or "auto")
+    names = (name, f"{run_name()}-search")  # The second is that of 0.1.0.
+    is_search = (path / "run.json").exists() and RunDirectory(path).read_info().name in names
+    return path.absolute() if is_search else None
+
+
+class SearchJournal:
+    """Run directory of a search, with the inputs of the search as its journal.
+
+    Args:
+        directory: The directory, for a new search or to resume one; a new one below
+            ``./paceline_runs`` by default.
+        setup: The arguments of the search. An earlier search must have the same.
+        seed: The seed of a new search; drawn by default.
+
+    Raises:
+        RuntimeError: Another process works on the search.
+        ValueError: The directory has a search with another setup.
+    """
+
+    def __init__(self, directory: Path | None, setup: Mapping[str, Any], seed: int | None) -> None:
+        self._lock = ExitStack()
+        name = search_name()
+        self._opened = opened = open_run(
+            name=name,
+            directory=_search_to_resume(name) if directory is None else directory,
+            seed=seed,
+            hparams=setup["space"],
+            is_resumable=False,
+            lock=self._lock,
+        )
+        self._run = RunDirectory(opened.path)
+        try:
+            self._check_same(setup)
+        except BaseException:
+            self._lock.close()
+            raise
+        self.journal = begin_journal(self._run, opened)
+        self.journal.append(RunMetadataSet(time=time.time(), metadata=dict(setup)))
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self._opened.path
+
+    @property
+    def opened(self) -> OpenedRun:
+        """The run of the search."""
+        return self._opened
+
+    @property
+    def seed(self) -> int:
+        """The seed of the search."""
+        return self._opened.seed
+
+    def earlier(self) -> Iterator[SearchInputTaken]:
+        """Yield the inputs of earlier attempts."""
+        for record in self._records():
+            if isinstance(record, SearchInputTaken):
+                yield record
+
+    def add(self, given: Input, number: int = 0, metrics: Mapping[str, Any] | None = None) -> None:
+        """Append an input; the entry survives a kill of this process."""
+        self.journal.append(
+            SearchInputTaken(
+                time=time.time(),
+                input=msgspec.json.decode(message_to_json(given)),
+                number=number,
+                metrics=None if metrics is None else encode_metrics(dict(metrics)),
+            )
+        )
+        if faults.is_active():
+            faults.reach("train.search.input")
+
+    def close(self, error: BaseException | None) -> None:
+        """Record the end."""
+        # After Ctrl-C it can resume, as its trials can.
+        is_interrupted = isinstance(error, KeyboardInterrupt)
+        outcome = Outcome.PREEMPTED if is_interrupted else outcome_of(error)
+        end_journal(self.journal, outcome, error)
+        self._lock.close()
+
+    def _records(self) -> Iterator[Any]:
+        for attempt in range(self._opened.attempt):
+            for entry in self._run.reader(JournalKey(attempt, 0, 0)):
+                yield entry.decode()
+
+    def _check_same(self, setup: Mapping[str, Any]) -> None:
+        stored = next((r.metadata for r in self._records() if isinstance(r, RunMetadataSet)), None)
+        if self._opened.attempt and stored is None:
+            raise ValueError(
+                f"`directory` must be new or that of a search, but {str(self.path)!r} has another"
+                " run."
+            )
+        for name, value in setup.items():
+            if stored is not None and stored.get(name) != value:
+                raise ValueError(
+                    f"A search must go on with the same `{name}`, which is {stored.get(name)!r} in"
+                    f" {str(self.path)!r}, but got {value!r}. Hint: another `directory` for a new"
+                    " search."
+                )
+
 
 _LONGEST_CONFIG = 200
 _SPACE_SECTION = "hyperparameters"

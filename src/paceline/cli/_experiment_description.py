@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
-    from paceline._cluster.messages.experiment_models import FrontTrial, SearchView
     from paceline._cluster.messages.experiment_models import Trial as TrialData
+    from paceline._cluster.messages.search_and_metric_models import FrontTrial, SearchView
     from paceline.client._client import Client
     from paceline.client._experiment_and_trial import Experiment, Trial
     from paceline.client._experiment_lineage import Repeats

@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from paceline._base.arguments_and_errors import wrong_value_text
+from paceline._base.files import DamagedSecretError, read_secret
 
 if TYPE_CHECKING:
     from paceline.client._client import Client
@@ -577,3 +579,27 @@ def _can_restart() -> bool:
     arguments = sys.argv[1:]
     first = len(sys.orig_argv) - len(arguments)
     return is_paceline_command.get() and sys.orig_argv[first:] == arguments
+
+
+def check_token_file(path: Path) -> None:
+    """Refuse a token file unless only its owner may read the token in the file."""
+    try:
+        mode = path.expanduser().stat().st_mode
+        token = read_secret(path.expanduser())
+    except OSError as error:
+        raise CommandError(
+            f"`--token-file` must be a file with a token, but {str(path)!r} cannot be read"
+            f" ({error.strerror})."
+        ) from error
+    except DamagedSecretError as error:
+        raise CommandError(f"{error} Hint: copy the token there again.") from error
+    if not token:
+        raise CommandError(
+            f"`--token-file` must be a file with a token, but {str(path)!r} is empty. Hint:"
+            " `paceline token create NAME --scope runner` makes one on the machine of the master."
+        )
+    if stat.S_IMODE(mode) & 0o077:
+        raise CommandError(
+            f"`--token-file` must be a file that only its owner may read, but {str(path)!r} has"
+            f" mode {stat.S_IMODE(mode):04o}. Hint: chmod 600 {path}"
+        )

@@ -4,7 +4,6 @@ import logging
 import re
 import signal
 import socket
-import stat
 import time
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline._base.files import DamagedSecretError, read_secret
 from paceline.cli._console_output import Age, format_bytes, format_moment, print_answer, print_list
 from paceline.cli._options_and_errors import (
     CaFile,
@@ -31,6 +29,7 @@ from paceline.cli._slot_queue_and_quota_commands import labels_text, memory_text
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Node, Pool
     from paceline.client._client import Client
+from paceline.cli._options_and_errors import check_token_file
 from paceline.cli._slot_queue_and_quota_commands import read_labels
 
 runner_app = CommandGroup(
@@ -134,7 +133,7 @@ def run(
         )
     node = name or _host_name()
     _check_names(node, pool)
-    _check_token_file(token_file)
+    check_token_file(token_file)
     _serve_node(
         master if "://" in master else f"http://{master}",
         token_file,
@@ -339,29 +338,6 @@ def _runner_slots(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise CommandError(f"`--slots` must be a number from 1 on, or auto, but got {text!r}.")
     return int(text)
-
-
-def _check_token_file(path: Path) -> None:
-    try:
-        mode = path.expanduser().stat().st_mode
-        token = read_secret(path.expanduser())
-    except OSError as error:
-        raise CommandError(
-            f"`--token-file` must be a file with a token, but {str(path)!r} cannot be read"
-            f" ({error.strerror})."
-        ) from error
-    except DamagedSecretError as error:
-        raise CommandError(f"{error} Hint: copy the token there again.") from error
-    if not token:
-        raise CommandError(
-            f"`--token-file` must be a file with a token, but {str(path)!r} is empty. Hint:"
-            " `paceline token create NAME --scope runner` makes one on the machine of the master."
-        )
-    if stat.S_IMODE(mode) & 0o077:
-        raise CommandError(
-            f"`--token-file` must be a file that only its owner may read, but {str(path)!r} has"
-            f" mode {stat.S_IMODE(mode):04o}. Hint: chmod 600 {path}"
-        )
 
 
 pool_app = CommandGroup(help="Show and set how pools are shared.")

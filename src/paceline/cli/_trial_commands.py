@@ -59,12 +59,9 @@ from paceline.cli._options_and_errors import (
 from paceline.cli._runs_commands import RunPath, find_run, runs_app
 
 if TYPE_CHECKING:
-    from paceline._cluster.messages.experiment_models import (
-        AttemptEnvironment,
-        TrialDecisions,
-        TrialRung,
-    )
+    from paceline._cluster.messages.experiment_models import AttemptEnvironment
     from paceline._cluster.messages.experiment_models import Trial as TrialData
+    from paceline._cluster.messages.search_and_metric_models import TrialDecisions, TrialRung
     from paceline.client._experiment_and_trial import Trial
     from paceline.client._model_registry import Checkpoint
 

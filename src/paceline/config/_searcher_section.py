@@ -1,24 +1,26 @@
-"""Section `searcher`: a model for each search method."""
+"""Section `searcher`: the base of the sections of all methods; checks of the space searched."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from paceline.config._fields_and_problems import (
+    MISSING,
     Count,
     JsonMap,
-    MaxLength,
-    NonNegative,
     PositiveSeconds,
+    Problem,
     Seconds,
     Section,
     Text,
+    copy_json_map,
     given_schema,
+    join_path,
     refused,
-    split_length,
-    without_effect,
+    refused_parts,
 )
 
 if TYPE_CHECKING:
@@ -135,8 +137,9 @@ class ObjectiveSection(Section):
     )
 
 
-def _searcher_schema(schema: dict[str, Any], section: type["Searcher"]) -> None:
+def searcher_schema(schema: dict[str, Any], section: type["Searcher"]) -> None:
     # The first objective names the metric as well.
+    """Adjust the JSON schema of a searcher section."""
     if section.takes_objectives:
         schema["required"].remove("metric")
         schema["anyOf"] = [given_schema("metric"), given_schema("objectives")]
@@ -160,7 +163,7 @@ class Searcher(Section):
             `reported_several`.
     """
 
-    model_config = {"json_schema_extra": _searcher_schema}
+    model_config = {"json_schema_extra": searcher_schema}
     wants_reports: ClassVar[bool] = False
     has_rungs: ClassVar[bool] = False
     can_reopen: ClassVar[bool] = False
@@ -378,308 +381,119 @@ class Searcher(Section):
         return {**common, "objectives": tuple(several), **{n: getattr(self, n) for n in names}}
 
 
-class MissingSearcher(Searcher):
-    """Section of a search method not installed here, or with other fields by now.
-
-    It keeps the known facts of the search, but makes no method. Whether the method wants reports is
-    not known, so they are kept for it.
-    """
-
-    model_config = {"extra": "allow"}
-    wants_reports = True
-    takes_objectives = True
-
-    def search_config(self) -> "SearchConfig":
-        """Refuse.
-
-        Raises:
-            LookupError: Always.
-        """
-        raise LookupError("it is not installed, or does not take the search's configuration")
+_MAX_GRID_POINTS = 100_000
+_SENTENCE = re.compile(
+    r"^`(?P<path>[^`]+)` (?P<message>.*?)(?:, but (?:it is missing|got .*))?\.$", re.DOTALL
+)
 
 
-class _WholeTrials(Searcher):
-    can_reopen = True
-
-    max_length: MaxLength | None = Field(
-        default=None,
-        description="Length of the operation that a trial gets; an integer counts batches.",
-    )
-
-    @property
-    def length(self) -> int | None:
-        """Return the maximum training length of a trial, None if not configured."""
-        parts = split_length(self.max_length)
-        return parts[1] if parts else None
-
-    @property
-    def length_unit(self) -> str | None:
-        """Return the unit of `length`."""
-        parts = split_length(self.max_length)
-        return parts[0] if parts else None
-
-
-class SingleSearcher(_WholeTrials):
-    """Single trial; ranges among the hyperparameters are sampled once."""
-
-    name: Literal["single"] = Field(default="single", description="Search method.")
-
-    def search_config(self) -> "SearchConfig":
-        """Return the search method's own configuration."""
-        from paceline.search._search_method import SingleConfig
-
-        return SingleConfig(**self._of(), max_length=self.length)
-
-
-class RandomSearcher(_WholeTrials):
-    """Trials with hyperparameters drawn at random."""
-
-    takes_objectives = True
-
-    name: Literal["random"] = Field(default="random", description="Search method.")
-    max_trials: Count = Field(description="Trials that the search creates.")
-    max_concurrent_trials: NonNegative = Field(
-        default=16, description="Trials that run at once; 0 is no limit."
-    )
-
-    def search_config(self) -> "SearchConfig":
-        """Return the search method's own configuration."""
-        from paceline.search._search_method import RandomConfig
-
-        common = self._of("max_trials", "max_concurrent_trials")
-        return RandomConfig(**common, max_length=self.length)
-
-
-class GridSearcher(_WholeTrials):
-    """Grid search: a trial for each point spanned by the hyperparameters."""
-
-    needs_counts = True
-    takes_objectives = True
-
-    name: Literal["grid"] = Field(default="grid", description="Search method.")
-    max_concurrent_trials: NonNegative = Field(
-        default=16, description="Trials that run at once; 0 is no limit."
-    )
-
-    def search_config(self) -> "SearchConfig":
-        """Return the search method's own configuration."""
-        from paceline.search._search_method import GridConfig
-
-        return GridConfig(**self._of("max_concurrent_trials"), max_length=self.length)
-
-
-def _halving_schema(schema: dict[str, Any], section: type["Searcher"]) -> None:
-    _searcher_schema(schema, section)
-    # Required fields unless the length replaces them: a default of null would make them optional.
-    for name in ("time_metric", "max_time"):
-        schema["properties"][name].pop("default", None)
-    schema["oneOf"] = [given_schema("time_metric", "max_time"), given_schema("max_length")]
-
-
-class _Timed(Searcher):
-    model_config = {"json_schema_extra": _halving_schema}
-    wants_reports = True
-    takes_objectives = True
-
-    max_trials: Count = Field(description="Trials that the search creates.")
-    max_length: MaxLength | None = Field(
-        default=None,
-        exclude=True,
-        description="Shorter form of the next two: `{epochs: 8}` is time metric `epochs` and "
-        "maximum 8; an integer counts batches.",
-    )
-    time_metric: Text = Field(
-        default=None,
-        validate_default=True,
-        description="Key of every validation report that tells how long the trial has trained.",
-    )
-    max_time: Count = Field(
-        default=None,
-        validate_default=True,
-        description="Time, in units of the time metric, that the best trials train to.",
-    )
-    max_concurrent_trials: NonNegative = Field(
-        default=16, description="Trials that run at once; 0 derives it from the rungs."
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_length(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        if data.get("time_metric") is not None or data.get("max_time") is not None:
-            return data
-        parts = split_length(data.get("max_length"))
-        if parts is None:
-            return data
-        rest = {key: value for key, value in data.items() if key != "max_length"}
-        return {**rest, "time_metric": parts[0], "max_time": parts[1]}
-
-    @field_validator("max_length")
-    @classmethod
-    def _check_one_form(cls, value: Any) -> Any:
-        # A length that stands alone has been expanded before, so this one has company.
-        if value is not None:
-            raise refused(
-                "must not be given together with `searcher.time_metric` or `searcher.max_time`",
-                hint="keep one of the two forms.",
-            )
+def check_hyperparameter_space(value: Any, info: ValidationInfo) -> Any:
+    """Refuse a space unfit for a search; a field validator to run after the searcher's."""
+    if not isinstance(value, dict):
         return value
+    space, problems = copy_json_map(value)
+    reported = {problem.path for problem in problems}
+    for names, node in _hyperparameter_leaves(space, ()):
+        problem = _leaf_problem(names, node)
+        if problem is not None and problem.path not in reported:
+            problems.append(problem)
+    searcher = info.data.get("searcher")
+    if not problems and searcher is not None:
+        if searcher.needs_counts or searcher.sampler_name == "grid":
+            problems = _grid_problems(space)
+        problems = problems or _point_problems(space, searcher.points_to_evaluate)
+    if problems:
+        raise refused_parts(problems)
+    return space
 
-    @field_validator("time_metric", "max_time", mode="before")
-    @classmethod
-    def _require_time(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None:
-            return value
-        is_name = info.field_name == "time_metric"
-        if "max_length" not in info.data:
-            # The error about the length says enough; this value goes nowhere.
-            return "batches" if is_name else 1
-        raise refused(
-            f"is required together with `searcher.{'max_time' if is_name else 'time_metric'}`",
-            "the name of a number in every validation report" if is_name else "an integer >= 1",
-            hint="or give `searcher.max_length` instead of both, for example {epochs: 8}.",
-            is_missing=True,
+
+def _hyperparameter_leaves(
+    node: dict[str, Any], names: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, child in node.items():
+        if isinstance(child, dict) and "type" not in child:
+            yield from _hyperparameter_leaves(child, (*names, name))
+        else:
+            yield (*names, name), child
+
+
+def _leaf_problem(names: tuple[str, ...], node: Any) -> Problem | None:
+    from paceline.search._hyperparameter_kinds import SpaceError
+    from paceline.search._hyperparameter_space import parse_space
+
+    # The search stops at the first error, so each leaf goes there alone, inside its own groups.
+    alone: Any = node
+    for name in reversed(names):
+        alone = {name: alone}
+    try:
+        parse_space(alone)
+    except SpaceError as e:
+        return _hyperparameter_problem_of(e.path, str(e), alone)
+    return None
+
+
+def _hyperparameter_problem_of(path: str, text: str, space: dict[str, Any]) -> Problem:
+    sentence, _, hint = text.partition("\nHint: ")
+    match = _SENTENCE.match(sentence)
+    if match is None:
+        message = f"is not valid: {sentence}"
+    elif path.startswith(f"{match['path']}."):
+        message = f"is not allowed, as `{match['path']}` {match['message']}"
+    else:
+        path, message = match["path"], match["message"]
+    return Problem(path=path, value=_hyperparameter_at(space, path), message=message, hint=hint)
+
+
+def _hyperparameter_at(space: Any, path: str) -> Any:
+    value = space
+    for part in re.findall(r"[^.\[\]]+", path):
+        if isinstance(value, dict):
+            value = value.get(part, MISSING)
+        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return MISSING
+    return value
+
+
+def _point_problems(space: dict[str, Any], points: list[dict[str, Any]]) -> list[Problem]:
+    from paceline._base.arguments_and_errors import Rng
+    from paceline.search._hyperparameter_kinds import SpaceError
+    from paceline.search._hyperparameter_space import parse_space
+    from paceline.search._samplers import merged
+
+    parsed, problems = parse_space(space), []
+    for index, point in enumerate(points):
+        try:
+            parsed.check(merged(parsed.sample(Rng(0)), point))
+        except (SpaceError, TypeError) as error:
+            what = str(error).partition("\n")[0]
+            message = f"must not have `searcher.points_to_evaluate[{index}]` outside: {what}"
+            problems.append(Problem(path="", value=point, message=message))
+    return problems
+
+
+def _grid_problems(space: dict[str, Any]) -> list[Problem]:
+    from paceline.search._hyperparameter_space import parse_space
+
+    problems = [
+        Problem(
+            path=join_path(*names, "count"),
+            value=MISSING,
+            message="is required by a grid search",
+            allowed="an integer >= 1, the number of values to try",
         )
-
-    @property
-    def length(self) -> int:
-        """Return the training time of the best trials."""
-        return self.max_time
-
-    @property
-    def length_unit(self) -> str:
-        """Return the name of the time metric."""
-        return self.time_metric
-
-    def _timed(self, *names: str) -> dict[str, Any]:
-        return self._of("max_trials", "max_time", *names)
-
-
-class _Halving(_Timed):
-    has_rungs = True
-
-    divisor: float = Field(
-        default=4.0, gt=1, allow_inf_nan=False, description="One of so many trials passes a rung."
-    )
-    stop_once: bool | None = without_effect("a stopped trial never continues")
-
-    def _common(self) -> dict[str, Any]:
-        """Return the fields of all these methods' configurations."""
-        # Rungs of an integral divisor are exact only if it comes as an integer.
-        divisor = int(self.divisor) if self.divisor.is_integer() else self.divisor
-        common = self._timed("max_concurrent_trials", "time_metric")
-        return {"divisor": divisor, "promotes": self.waits_at_targets, **common}
-
-
-class _AsyncHalving(_Halving):
-    promotion: bool = Field(
-        default=False,
-        description="Trials pause at rungs, and resume once they are among the best, instead of "
-        "being stopped.",
-    )
-
-    @property
-    def waits_at_targets(self) -> bool:
-        """Return whether trials pause."""
-        return self.promotion
-
-
-class AsyncHalvingSearcher(_AsyncHalving):
-    """Trials stopped early at the rungs of a single bracket."""
-
-    name: Literal["async_halving"] = Field(default="async_halving", description="Search method.")
-    num_rungs: Count = Field(description="Rungs, each `divisor` times as long as the one before.")
-
-    def search_config(self) -> "SearchConfig":
-        """Return the search method's own configuration."""
-        from paceline.search._adaptive_asha import AsyncHalvingConfig
-
-        return AsyncHalvingConfig(**self._common(), num_rungs=self.num_rungs)
-
-
-class AdaptiveAshaSearcher(_AsyncHalving):
-    """Trials stopped early in several brackets, some stopping later than others."""
-
-    name: Literal["adaptive_asha"] = Field(default="adaptive_asha", description="Search method.")
-    mode: Literal["standard", "conservative", "aggressive"] = Field(
-        default="standard", description="How early trials are stopped."
-    )
-    max_rungs: Count = Field(default=5, description="Most rungs of a bracket.")
-    bracket_rungs: list[Count] = Field(
-        default=[],
-        description="Rungs of each bracket; when given, `mode` and `max_rungs` have no effect.",
-    )
-
-    def search_config(self) -> "SearchConfig":
-        """Return the search method's own configuration."""
-        from paceline.search._adaptive_asha import AdaptiveAshaConfig, Mode
-
-        return AdaptiveAshaConfig(
-            **self._common(),
-            mode=Mode(self.mode),
-            max_rungs=self.max_rungs,
-            bracket_rungs=tuple(self.bracket_rungs),
-        )
-
-
-class HyperbandSearcher(_Halving):
-    """Trials that wait for one another at the rungs of brackets of every depth."""
-
-    name: Literal["hyperband"] = Field(default="hyperband", description="Search method.")
-    max_rungs: Count = Field(default=5, description="Most rungs of a bracket.")
-
-    @property
-    def waits_at_targets(self) -> bool:
-        """Return True."""
-        return True
-
-    def search_config(self) -> "SearchConfig":
-        """Return the search method's own configuration."""
-        from paceline.search._adaptive_asha import HyperbandConfig
-
-        return HyperbandConfig(**self._common(), max_rungs=self.max_rungs)
-
-
-class MedianStoppingSearcher(_Timed):
-    """Trials stopped when they are worse than the median of the others at the same time."""
-
-    name: Literal["median_stopping"] = Field(
-        default="median_stopping", description="Search method."
-    )
-    min_time: Count = Field(default=1, description="Time before which no trial is stopped.")
-    min_others: Count = Field(
-        default=3, description="Other trials that must have reported before one is stopped."
-    )
-
-    def search_config(self) -> "SearchConfig":
-        """Return the search method's own configuration."""
-        from paceline.search._median_stopping import MedianStoppingConfig
-
-        return MedianStoppingConfig(
-            **self._timed("max_concurrent_trials", "min_time", "min_others")
-        )
-
-
-class PbtSearcher(_Timed):
-    """Population based training: weak trials give way to changed copies of strong ones."""
-
-    clones_trials = True
-
-    name: Literal["pbt"] = Field(default="pbt", description="Search method.")
-    interval: Count = Field(description="Time between two comparisons of a trial.")
-    quantile: float = Field(
-        default=0.25, gt=0, le=0.5, description="Share of the trials that is weak, or strong."
-    )
-    resample: float = Field(
-        default=0.25, ge=0, le=1, description="Probability that a copy's value is drawn anew."
-    )
-    spread: float = Field(
-        default=0.2, ge=0, le=1, description="How far any other is moved, as a share of its range."
-    )
-
-    def search_config(self) -> "SearchConfig":
-        """Return the search method's own configuration."""
-        from paceline.search._population import PbtConfig
-
-        return PbtConfig(**self._timed("interval", "quantile", "resample", "spread"))
+        for names, node in _hyperparameter_leaves(space, ())
+        if isinstance(node, dict)
+        and node["type"] in ("int", "double", "log")
+        and node.get("count") is None
+    ]
+    if not problems:
+        num_points = parse_space(space).grid_size()
+        if num_points > _MAX_GRID_POINTS:
+            raise refused(
+                f"must not span a grid of more than {_MAX_GRID_POINTS} points, which has "
+                f"{num_points if num_points < 10**15 else f'10^{int(math.log10(num_points))}'}",
+                hint="lower the counts, or use the searcher `random`.",
+            )
+    return problems

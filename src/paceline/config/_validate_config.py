@@ -42,13 +42,12 @@ from paceline.config._fields_and_problems import (
     join_path,
 )
 from paceline.config._read_yaml import apply_overrides, read_yaml_file
-from paceline.config._searcher_registry import load_search_methods, searcher_sections
-from paceline.config._searcher_section import (
-    REMOVED_SEARCHERS,
+from paceline.config._searcher_registry import (
     MissingSearcher,
-    SamplerSection,
-    SearchLimits,
+    load_search_methods,
+    searcher_sections,
 )
+from paceline.config._searcher_section import REMOVED_SEARCHERS, SamplerSection, SearchLimits
 
 _STORAGES: dict[str, type[BaseModel]] = {
     "directory": DirectoryStorage,

@@ -1,15 +1,21 @@
-"""Arguments of the core API: choices, checks of reports and JSON, and exceptions."""
+"""Arguments of the core API: choices, checks of reports, labels and JSON, and exceptions."""
 
 import json
+import logging
 import operator
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from math import isfinite
 from typing import Any
 
 import msgspec
 
 from paceline._base.arguments_and_errors import PicklableError
 from paceline._base.journal_records import MAX_DEPTH, decode_value, is_too_deep, same_value
+from paceline._base.run_directory import RunInfo
+
+logger = logging.getLogger(__name__)
 
 
 class PreemptMode(Enum):
@@ -251,3 +257,67 @@ def numbers_of(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield from numbers_of(number, f"{prefix}{name}/")
         elif isinstance(number, (int, float)):
             yield f"{prefix}{name}", float(number)
+
+
+_MAX_LABEL = 100
+_MAX_SEED = 2**31
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+
+
+def drawn_seed() -> int:
+    """Return a new seed."""
+    return secrets.randbelow(_MAX_SEED)
+
+
+def checked_labels(labels: Sequence[str]) -> list[str]:
+    """Return the labels of a run.
+
+    Raises:
+        TypeError: One is no text, or there is one text in place of a list.
+        ValueError: One is empty or longer than 100 characters.
+    """
+    if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
+        raise TypeError(f"`labels` must be a list of texts, but got {labels!r}.")
+    for label in labels:
+        if not 0 < len(label) <= _MAX_LABEL or not label.isprintable():
+            raise ValueError(
+                f"A label must have 1 to {_MAX_LABEL} printable characters, but got {label!r:.200}."
+            )
+    return [*dict.fromkeys(labels)]
+
+
+def recordable(value: Any) -> Any:
+    """Return a JSON copy of hyperparameters; values unknown to JSON become text."""
+    if isinstance(value, Mapping):
+        return {str(key): recordable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [recordable(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        # A NumPy scalar or a 0-d tensor.
+        value = value.item()
+    if value is None or type(value) in (bool, str):
+        return value
+    if type(value) is int and _INT64_MIN <= value <= _INT64_MAX:
+        return value
+    if type(value) is float and isfinite(value):
+        return value
+    return str(value)
+
+
+def warn_changed_hparams(info: RunInfo, hparams: Mapping[str, Any] | None) -> None:
+    """Warn if a resumed run has other hyperparameters than at its beginning."""
+    if hparams is None or info.hparams is None:
+        return
+    before, now = info.hparams, recordable(hparams)
+    changed = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    if changed:
+        logger.warning(
+            "The run %r resumes with other hyperparameters than it began with, which stay on"
+            " record: %s.",
+            info.name,
+            "; ".join(changed),
+        )

@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import count
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -25,6 +23,7 @@ from paceline._base.run_directory import (
     RunDirectory,
     RunInfo,
 )
+from paceline.core._arguments import checked_labels, drawn_seed, recordable, warn_changed_hparams
 from paceline.core._process_environment import master_to_report_to, reporting, sending_heartbeats
 from paceline.core._read_runs import (
     RUNS_DIRECTORY,
@@ -48,7 +47,6 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # A directory's name has no more than 255: a time before it, and perhaps a number behind.
 _LONGEST_NAME = 230
-_MAX_LABEL = 100
 
 
 def run_name(file: str | os.PathLike[str] | None = None) -> str:
@@ -267,69 +265,6 @@ def warn_earlier_run(run: RunDirectory, name: str) -> None:
         run.path,
         _resume_hint.get(),
     )
-
-
-_MAX_SEED = 2**31
-_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
-
-
-def drawn_seed() -> int:
-    """Return a new seed."""
-    return secrets.randbelow(_MAX_SEED)
-
-
-def checked_labels(labels: Sequence[str]) -> list[str]:
-    """Return the labels of a run.
-
-    Raises:
-        TypeError: One is no text, or there is one text in place of a list.
-        ValueError: One is empty or longer than 100 characters.
-    """
-    if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
-        raise TypeError(f"`labels` must be a list of texts, but got {labels!r}.")
-    for label in labels:
-        if not 0 < len(label) <= _MAX_LABEL or not label.isprintable():
-            raise ValueError(
-                f"A label must have 1 to {_MAX_LABEL} printable characters, but got {label!r:.200}."
-            )
-    return [*dict.fromkeys(labels)]
-
-
-def recordable(value: Any) -> Any:
-    """Return a JSON copy of hyperparameters; values unknown to JSON become text."""
-    if isinstance(value, Mapping):
-        return {str(key): recordable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [recordable(item) for item in value]
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        # A NumPy scalar or a 0-d tensor.
-        value = value.item()
-    if value is None or type(value) in (bool, str):
-        return value
-    if type(value) is int and _INT64_MIN <= value <= _INT64_MAX:
-        return value
-    if type(value) is float and isfinite(value):
-        return value
-    return str(value)
-
-
-def warn_changed_hparams(info: RunInfo, hparams: Mapping[str, Any] | None) -> None:
-    """Warn if a resumed run has other hyperparameters than at its beginning."""
-    if hparams is None or info.hparams is None:
-        return
-    before, now = info.hparams, recordable(hparams)
-    changed = [
-        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
-    ]
-    if changed:
-        logger.warning(
-            "The run %r resumes with other hyperparameters than it began with, which stay on"
-            " record: %s.",
-            info.name,
-            "; ".join(changed),
-        )
 
 
 GENERATION_VARIABLE = "PACELINE_GENERATION"

@@ -23,10 +23,14 @@ from paceline.storage._checkpoint_files import (
     ShardDone,
     decode_done,
     done_name,
-    new_uuid,
     origin_of,
 )
-from paceline.storage._checkpoint_storage import CheckpointStorage, check_uuid, storage_from
+from paceline.storage._checkpoint_storage import (
+    CheckpointStorage,
+    check_uuid,
+    new_uuid,
+    storage_from,
+)
 from paceline.storage._directory_storage import DirectoryStorage
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from paceline import core
 from paceline._base.journal_records import AnyRecord, encode_metrics
 from paceline._base.progress_display import COMPLETED, TrainingProgress
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory
-from paceline._training.engine.metric_reducers import WeightedMeans
 from paceline._training.engine.profiling import StepTimer
+from paceline._training.engine.weighted_means import WeightedMeans
 from paceline._training.workers.worker_failures import StepsDifferError
 from paceline.core._arguments import NonFiniteError, Outcome
 from paceline.core._attempt_journal import (

@@ -1,4 +1,4 @@
-"""Passes over data: a worker's data, begin and end, and the state of a training in passes."""
+"""Passes over data: a worker's data, begin and end, and the file of a stored state."""
 
 import errno
 import fcntl
@@ -20,15 +20,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline._base.arguments_and_errors import mix_seed
 from paceline._base.files import replacing_atomically
-from paceline._training.engine.checkpoints.models_and_optimizers import (
-    ModelsAndOptimizers,
-    restore_generators,
-)
-from paceline._training.engine.checkpoints.resume_differences import SettingChanges
-from paceline._training.engine.checkpoints.sharded_state import (
-    joined_pieces,
-    take_sharded_tensor_pieces,
-)
 from paceline._training.engine.checkpoints.state_files import StateFormatError, is_storable
 from paceline._training.workers.pickled_calls import NotSendableError, dump, load
 from paceline.creators._creator_arguments import BATCH_SIZE, ReplicaSpec
@@ -40,7 +31,6 @@ from paceline.data._order_and_random_generators import (
 from paceline.data._sharded_loader import ShardedData, WorkerBatch, worker_batches
 from paceline.data._torch_loaders import mover_to
 from paceline.storage._checkpoint_files import (
-    STATE_VERSION,
     CheckpointCorruptError,
     check_state_version,
     digest_stream,
@@ -48,7 +38,7 @@ from paceline.storage._checkpoint_files import (
 from paceline.storage._checkpoint_storage import CheckpointStorage, checkpoint_at
 
 if TYPE_CHECKING:
-    from paceline.creators._replica import Replica
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -400,54 +390,6 @@ def _options(spec: ReplicaSpec) -> dict[str, Any]:
     return {**size, **config}
 
 
-def capture_pass_state(replica: "Replica") -> dict[str, Any]:
-    """Return this rank's part of the state; the chief's part includes the shared state.
-
-    Of sharded models, each rank has its pieces.
-    """
-    objects = replica.objects()
-    part: dict[str, Any] = {"own": objects.own_state()}
-    if replica.rank != 0 and not replica.is_sharded:
-        return part
-    shared = {
-        "version": STATE_VERSION,
-        "epoch": replica.position.num_begun,
-        "num_steps": replica.num_steps,
-        **objects.shared_state(),
-        "built": replica.built,
-        "seed": replica.seed,
-        "place": replica.position.state(),
-    }
-    pieces: dict[str, Any] = {}
-    shared = take_sharded_tensor_pieces(shared, "shared", pieces)
-    part |= {"pieces": pieces} if pieces else {}
-    return {"shared": shared, **part} if replica.rank == 0 else part
-
-
-def join_pass_state(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a trainer's state, of the parts in rank order; its tensors are whole."""
-    shared, ranks = parts[0]["shared"], [part["own"] for part in parts]
-    if any("pieces" in part for part in parts):
-        shared = joined_pieces(shared, [part.get("pieces", {}) for part in parts])
-    if (sharded := shared.get("sharded_gradients")) is not None:
-        # Gradients of unsharded models are the same on all ranks, so each rank gets them too.
-        shared = {**shared, "sharded_gradients": None}
-        ranks = [{**own, "gradients": _merged(sharded, own["gradients"])} for own in ranks]
-    return {**shared, "ranks": ranks}
-
-
-def _merged(first: Sequence[Any], second: Sequence[Any] | None) -> list[Any]:
-    others = second or [None] * len(first)
-    return [b if a is None else a for a, b in zip(first, others, strict=True)]
-
-
-def split_pass_state(whole: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the parts of a trainer's state, in rank order."""
-    own, *others = whole["ranks"]
-    shared = {name: value for name, value in whole.items() if name != "ranks"}
-    return [{"shared": shared, "own": own}, *({"own": other} for other in others)]
-
-
 def checked_pass_state(state: Any) -> dict[str, Any]:
     """Return a trainer's state.
 
@@ -465,56 +407,6 @@ def checked_pass_state(state: Any) -> dict[str, Any]:
         )
     check_state_version("A state", version)
     return state
-
-
-def restore_pass_state(replica: "Replica", state: dict[str, Any]) -> None:
-    """Put back a trainer's state; the generators last, as all else may draw from them.
-
-    Raises:
-        CheckpointMismatchError: It is of other models, optimizers or schedulers.
-    """
-    changes = SettingChanges(state["built"], replica.built)
-    objects = replica.objects()
-    objects.load_shared_state(state, changes)
-    if state["seed"] != replica.seed:
-        changes.note("`seed`", state["seed"], replica.seed)
-    replica.num_steps = state["num_steps"]
-    _go_to_position(replica, state["place"], changes)
-    if replica.rank == 0:
-        changes.tell()
-    _load_own(replica, objects, state)
-
-
-def _go_to_position(replica: "Replica", stored: dict[str, Any], changes: SettingChanges) -> None:
-    if not replica.position.load_state(stored):
-        _tell(replica, "The state was stored with other data or shards: its epoch begins anew.")
-    for name, size in replica.position.sizes().items():
-        before = stored.get(name, size)
-        if before != size and None not in (before, size):
-            changes.note(f"the number of {name.removeprefix('num_')} of an epoch", before, size)
-
-
-def _load_own(replica: "Replica", objects: ModelsAndOptimizers, state: dict[str, Any]) -> None:
-    """Restore a rank's own state; with another number of workers, all ranks take the chief's.
-
-    Gradients are summed in each backward pass, so that they are the same on all ranks.
-    """
-    ranks = state["ranks"]
-    is_same_size = len(ranks) == replica.world_size
-    own = ranks[replica.rank if is_same_size else 0]
-    objects.load_own_state(own)
-    # States of generators fit the same number of workers alone.
-    restore_generators(
-        own["random"] if is_same_size else None,
-        seed=replica.seed,
-        num_steps=state["num_steps"],
-        rank=replica.rank,
-    )
-
-
-def _tell(replica: "Replica", text: str) -> None:
-    if replica.rank == 0:
-        logger.warning(text)
 
 
 _COMMENT = re.compile(rb"paceline xxh3_128 ([0-9a-f]{32})")

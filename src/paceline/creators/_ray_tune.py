@@ -7,7 +7,7 @@ from typing import Any
 from ray import tune
 
 from paceline._training.workers.ray.placement import trainable_name, trial_resources
-from paceline._training.workers.workers import WorkerResources, WorkerSettings
+from paceline._training.workers.worker_settings import WorkerResources, WorkerSettings
 from paceline.creators._pytorch_trainer import PyTorchTrainer
 
 _STATE_FILE = "trainer.pt"

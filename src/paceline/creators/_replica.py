@@ -1,21 +1,25 @@
-"""State of a worker between passes, and functions that run in workers.
+"""Replica: the state of a worker between passes, and functions that run in workers."""
 
-Workers of a `PyTorchTrainer`, with the state to resume from after a loss.
-"""
-
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from paceline._base.arguments_and_errors import mix_seed
-from paceline._base.gpus import num_visible_gpus
-from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
-from paceline._training.engine.checkpoints.resume_differences import built_settings
-from paceline._training.engine.checkpoints.sharded_state import outline_of, whole_model
+from paceline._training.engine.checkpoints.models_and_optimizers import (
+    ModelsAndOptimizers,
+    restore_generators,
+)
+from paceline._training.engine.checkpoints.resume_differences import SettingChanges, built_settings
+from paceline._training.engine.checkpoints.sharded_state import (
+    joined_pieces,
+    outline_of,
+    take_sharded_tensor_pieces,
+    whole_model,
+)
 from paceline._training.engine.devices import (
     Precision,
     all_parameters,
@@ -24,13 +28,10 @@ from paceline._training.engine.devices import (
 )
 from paceline._training.engine.fsdp_and_tensor_parallel import check_whole
 from paceline._training.engine.gradient_sync import GradientSync
-from paceline._training.engine.metric_reducers import MAX_SKIPPED_STEPS
 from paceline._training.engine.rank_differences import RankCheck, check_same_data, compare_in_group
 from paceline._training.engine.step_replay import StepReplay
+from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
 from paceline._training.workers.processes.worker_process import join_process_group
-from paceline._training.workers.worker_failures import RestartPolicy, TrainingFailedError
-from paceline._training.workers.worker_pools import WorkerPool
-from paceline._training.workers.workers import ElasticLimits, Workers, WorkerSettings
 from paceline.creators._creator_arguments import (
     GivenParameters,
     HookWorker,
@@ -52,25 +53,117 @@ from paceline.creators._pass_reports import (
 )
 from paceline.creators._passes import (
     DataPosition,
-    KeptState,
-    MemoryFile,
     Pass,
-    capture_pass_state,
     creators_config,
     data_position_in,
-    join_pass_state,
     make_replica_loaders,
     read_parts,
-    restore_pass_state,
-    split_pass_state,
     write_part,
 )
 from paceline.data._order_and_random_generators import isolated_randomness, seed_everything
 from paceline.data._sharded_loader import WorkerBatch
 from paceline.data._torch_loaders import release_device_memory
+from paceline.storage._checkpoint_files import STATE_VERSION
 
-# An optimizer loads the latter, which would take each worker more than a second.
-_PRELOAD = ("paceline.creators._replica", "torch._dynamo")
+logger = logging.getLogger(__name__)
+
+
+def capture_pass_state(replica: "Replica") -> dict[str, Any]:
+    """Return this rank's part of the state; the chief's part includes the shared state.
+
+    Of sharded models, each rank has its pieces.
+    """
+    objects = replica.objects()
+    part: dict[str, Any] = {"own": objects.own_state()}
+    if replica.rank != 0 and not replica.is_sharded:
+        return part
+    shared = {
+        "version": STATE_VERSION,
+        "epoch": replica.position.num_begun,
+        "num_steps": replica.num_steps,
+        **objects.shared_state(),
+        "built": replica.built,
+        "seed": replica.seed,
+        "place": replica.position.state(),
+    }
+    pieces: dict[str, Any] = {}
+    shared = take_sharded_tensor_pieces(shared, "shared", pieces)
+    part |= {"pieces": pieces} if pieces else {}
+    return {"shared": shared, **part} if replica.rank == 0 else part
+
+
+def join_pass_state(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a trainer's state, of the parts in rank order; its tensors are whole."""
+    shared, ranks = parts[0]["shared"], [part["own"] for part in parts]
+    if any("pieces" in part for part in parts):
+        shared = joined_pieces(shared, [part.get("pieces", {}) for part in parts])
+    if (sharded := shared.get("sharded_gradients")) is not None:
+        # Gradients of unsharded models are the same on all ranks, so each rank gets them too.
+        shared = {**shared, "sharded_gradients": None}
+        ranks = [{**own, "gradients": _merged(sharded, own["gradients"])} for own in ranks]
+    return {**shared, "ranks": ranks}
+
+
+def _merged(first: Sequence[Any], second: Sequence[Any] | None) -> list[Any]:
+    others = second or [None] * len(first)
+    return [b if a is None else a for a, b in zip(first, others, strict=True)]
+
+
+def split_pass_state(whole: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a trainer's state, in rank order."""
+    own, *others = whole["ranks"]
+    shared = {name: value for name, value in whole.items() if name != "ranks"}
+    return [{"shared": shared, "own": own}, *({"own": other} for other in others)]
+
+
+def restore_pass_state(replica: "Replica", state: dict[str, Any]) -> None:
+    """Put back a trainer's state; the generators last, as all else may draw from them.
+
+    Raises:
+        CheckpointMismatchError: It is of other models, optimizers or schedulers.
+    """
+    changes = SettingChanges(state["built"], replica.built)
+    objects = replica.objects()
+    objects.load_shared_state(state, changes)
+    if state["seed"] != replica.seed:
+        changes.note("`seed`", state["seed"], replica.seed)
+    replica.num_steps = state["num_steps"]
+    _go_to_position(replica, state["place"], changes)
+    if replica.rank == 0:
+        changes.tell()
+    _load_own(replica, objects, state)
+
+
+def _go_to_position(replica: "Replica", stored: dict[str, Any], changes: SettingChanges) -> None:
+    if not replica.position.load_state(stored):
+        _tell(replica, "The state was stored with other data or shards: its epoch begins anew.")
+    for name, size in replica.position.sizes().items():
+        before = stored.get(name, size)
+        if before != size and None not in (before, size):
+            changes.note(f"the number of {name.removeprefix('num_')} of an epoch", before, size)
+
+
+def _load_own(replica: "Replica", objects: ModelsAndOptimizers, state: dict[str, Any]) -> None:
+    """Restore a rank's own state; with another number of workers, all ranks take the chief's.
+
+    Gradients are summed in each backward pass, so that they are the same on all ranks.
+    """
+    ranks = state["ranks"]
+    is_same_size = len(ranks) == replica.world_size
+    own = ranks[replica.rank if is_same_size else 0]
+    objects.load_own_state(own)
+    # States of generators fit the same number of workers alone.
+    restore_generators(
+        own["random"] if is_same_size else None,
+        seed=replica.seed,
+        num_steps=state["num_steps"],
+        rank=replica.rank,
+    )
+
+
+def _tell(replica: "Replica", text: str) -> None:
+    if replica.rank == 0:
+        logger.warning(text)
 
 
 class Replica:
@@ -452,221 +545,3 @@ def make_replica(spec: ReplicaSpec) -> None:
 def execute(method: str, *args: Any) -> Any:
     """Call a method of this worker's replica."""
     return getattr(_replica[0], method)(*args)
-
-
-class ReplicaWorkers(Workers[WorkerPool]):
-    """The workers of a trainer, each with its replica; they stay until `stop`.
-
-    At first there must be as many as were asked for. When some were lost, it continues with as many
-    as can be started, from the state that this process keeps.
-
-    Args:
-        settings: How they are started.
-        spec: The objects that each makes.
-
-    Attributes:
-        num_losses: How often workers were lost.
-
-    Raises:
-        ResourcesError: The workers want more than there is.
-    """
-
-    def __init__(self, settings: WorkerSettings, spec: ReplicaSpec) -> None:
-        limits = ElasticLimits.of(settings.num_workers)
-        hint = "free resources, or a smaller `num_workers`."
-        super().__init__(limits, self._new_pool, hint=hint)
-        self._settings = settings
-        self._spec = spec
-        self._is_local = settings.cluster == "local"
-        self._kept: KeptState | None = None
-        self._next: MemoryFile | None = None
-        self._is_current = False
-        self.num_losses = 0
-        if self._is_local:
-            settings.resources.check_cores(settings.num_workers, "num_cpus_per_worker")
-            if spec.use_gpu is True:
-                check_gpu(has_gpu=num_visible_gpus() > 0)
-        # A Ray cluster refuses here workers that it can never run.
-        self._made_pool = self._new_pool()
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are, or were at last."""
-        return self._num_last or self._settings.num_workers
-
-    def _set_up(self) -> None:
-        self._wait_for(make_replica, self._spec)
-        # Limits relaxed once the requested number has run: having fewer is a loss that may pass.
-        self._elastic.limits = ElasticLimits(least=1, most=self._spec.num_shards)
-
-    def _new_pool(self) -> WorkerPool:
-        return self._settings.make_pool(
-            self._settings.num_workers,
-            timeout_s=self._spec.timeout_s,
-            preload=_PRELOAD,
-            strategy="SPREAD",
-        )
-
-    @property
-    def is_state_kept(self) -> bool:
-        """Whether the present state is in this process."""
-        return self._is_current
-
-    def start(self) -> None:
-        """Start the first workers; no worker is left if the start fails."""
-        try:
-            self.form()
-        except BaseException:
-            self.stop(force=True)
-            raise
-
-    def state(self) -> dict[str, Any]:
-        """Return the present state; a copy of its parts stays in this process."""
-        kept = self._current()
-        return join_pass_state(read_parts(kept.path, kept.parts))
-
-    def keep(self, parts: list[Any] | None) -> None:
-        """Replace the kept state by the present state.
-
-        Args:
-            parts: Its parts, the chief's None if that is in the file for the next state; or None
-                if nobody has fetched them.
-        """
-        if self._kept is not None:
-            self._kept.close()
-        self._kept, self._is_current = None, parts is not None
-        if parts is not None:
-            self._kept = KeptState(parts, self._next)
-            if parts[0] is None:
-                self._next = None
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Have the workers resume from a state."""
-        parts = split_pass_state(state)
-        self._load(KeptState(parts))
-        self.keep(parts)
-
-    def form_if_lost(self) -> None:
-        """Start the workers unless they are alive, and restore the kept state.
-
-        Raises:
-            TrainingFailedError: Nothing was kept.
-            Exception: They cannot be formed.
-        """
-        if self.is_alive:
-            return
-        if self._kept is None:
-            raise TrainingFailedError(
-                "The workers were lost, and there is no state to go on from, as none was kept."
-                " Hint: load(path); with `max_retries` above 0 `train` keeps the state."
-            )
-        self._load(self._kept)
-
-    def end_to_resize(self) -> None:
-        """End the workers if more can run, or the nodes of some will be taken away.
-
-        The state is kept, so the next call continues with others.
-        """
-        if self.is_alive and self.next_size() is not None:
-            self._current()
-            self.end_generation()
-
-    def execute(self, method: str, *args: Any, changes_state: bool = False) -> list[Any]:
-        """Call a method of the replica in every worker, and return the values in rank order.
-
-        Args:
-            method: Its name.
-            args: Its arguments.
-            changes_state: Whether the state is another one afterwards.
-
-        Raises:
-            WorkerFailedError: A worker was lost.
-            Exception: The method's error on the rank that failed first.
-        """
-        self.form_if_lost()
-        try:
-            return self._execute(method, *args)
-        finally:
-            self._is_current = self._is_current and not changes_state
-
-    def execute_with_retries(
-        self,
-        method: str,
-        *args: Any,
-        max_retries: int,
-        keeps_state: bool = False,
-        source: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method as `execute` does, again after each loss.
-
-        Args:
-            method: Its name.
-            args: Its arguments.
-            max_retries: How often workers may be lost.
-            keeps_state: Whether to keep the present state before. The method is then also given
-                the file for the next one, or None.
-            source: The state to resume from after a loss; by default the kept one.
-
-        Raises:
-            WorkersLostError: They were lost too often.
-            Exception: The method's error.
-        """
-        attempts = count()
-
-        def attempt() -> list[Any]:
-            if source is not None and next(attempts):
-                self.keep(split_pass_state(source))
-            self.form_if_lost()
-            if keeps_state:
-                self._current()
-                # Kept state must stay whole until the method has stored the next one.
-                return self._execute(method, *args, self._path_for_next())
-            return self._execute(method, *args)
-
-        policy = RestartPolicy(max_retries)
-
-        def go_on(error: Exception) -> None:
-            self.num_losses += 1
-            policy.check(error, 0, "from the state that was kept")
-
-        return self.call_until_done(attempt, go_on)
-
-    def stop(self, *, force: bool = False) -> None:
-        """End the workers, in bounded time, and forget the state."""
-        self.keep(None)
-        if self._next is not None:
-            self._next.close()
-            self._next = None
-        super().stop(force=force)
-
-    def _current(self) -> KeptState:
-        if not self._is_current:
-            self.form_if_lost()
-            self.keep(self._execute("state_part", self._path_for_next()))
-        assert self._kept is not None
-        return self._kept
-
-    def _path_for_next(self) -> str | None:
-        """Return the path of a file for the next state; None if out of the workers' reach."""
-        if self._next is None and self._is_local and MemoryFile.is_possible():
-            self._next = MemoryFile()
-        return None if self._next is None else self._next.path
-
-    def _load(self, state: KeptState) -> None:
-        if not self.is_alive:
-            self.form()
-        self._execute("load_state", state.path, state.parts)
-        self._is_current = True
-
-    def _execute(self, method: str, *args: Any) -> list[Any]:
-        return self._wait_for(execute, method, *args)
-
-    def _wait_for(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        try:
-            values = self.pool.submit(function, args).wait()
-        except KeyboardInterrupt:
-            # Nobody knows how far the workers are.
-            super().stop(force=True)
-            raise
-        assert values is not None
-        return values

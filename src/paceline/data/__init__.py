@@ -4,13 +4,14 @@ Importing this loads no torch.
 """
 
 from paceline._base.imports import show_public_errors
-from paceline.data._dataset import Dataset, read, read_images, stream_pieces, write_index
+from paceline.data._dataset import Dataset, read, read_images, write_index
 from paceline.data._sample_sources import (
     DataChangedError,
     DataError,
     DataFormatError,
     DataNotFoundError,
     collate_samples,
+    stream_pieces,
 )
 
 __all__ = [

@@ -8,9 +8,7 @@ import io
 import json
 import logging
 import os
-import sys
 import tarfile
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +21,7 @@ import numpy as np
 import xxhash
 
 from paceline.data._file_locations import DirectoryLocation, FileLocation, FoundFile
-from paceline.data._sample_sources import (
-    DataFormatError,
-    DataNotFoundError,
-    Source,
-    collate_samples,
-)
+from paceline.data._sample_sources import DataFormatError, DataNotFoundError, Source
 
 logger = logging.getLogger(__name__)
 
@@ -498,47 +491,6 @@ class Encoded(NamedTuple):
     name: str
 
 
-class ImageBatchMemory:
-    """Pool of arrays for image batches, reused when no reference to a batch is left.
-
-    New memory costs a third as much time as the images that are decoded into it.
-
-    Args:
-        most: How many batches are kept.
-    """
-
-    def __init__(self, most: int) -> None:
-        # Reference counts are exact only in CPython with its global lock: they show whether a batch
-        # is still in use. Other interpreters get new memory for each batch.
-        has_exact_counts = sys.implementation.name == "cpython" and _has_global_lock()
-        self._most = most if has_exact_counts else 0
-        self._lock = threading.Lock()
-        self._kept: list[Any] = []
-        # A tensor, and whatever shares its memory, holds the array that it was made of.
-        unused = [np.empty(0)]
-        self._num_unused = sys.getrefcount(unused[0])
-
-    def take(self, shape: tuple[int, ...]) -> Any:
-        """Return an uninitialised array of uint8."""
-        with self._lock:
-            kept = self._kept
-            for number in range(len(kept)):
-                if sys.getrefcount(kept[number]) == self._num_unused:
-                    if kept[number].shape == shape:
-                        return kept[number]
-                    # Unused array of another shape: its slot is freed for the new shape.
-                    del kept[number]
-                    break
-            array = np.empty(shape, np.uint8)
-            if len(kept) < self._most:
-                kept.append(array)
-            return array
-
-
-def _has_global_lock() -> bool:
-    return getattr(sys, "_is_gil_enabled", lambda: True)()
-
-
 def decoded_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample with all contents decoded.
 
@@ -549,50 +501,6 @@ def decoded_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
         key: decode(*value) if isinstance(value, Encoded) else value
         for key, value in sample.items()
     }
-
-
-def decoded_batch(samples: Sequence[Mapping[str, Any]], memory: ImageBatchMemory) -> Any:
-    """Return a batch of encoded samples, decoded and collated as by `collate_samples`.
-
-    Images of one size are decoded into the memory of the batch. Memory for each of them would
-    cost half as much time as to decode it.
-
-    Args:
-        samples: The samples.
-        memory: Gives the memory.
-
-    Raises:
-        DataFormatError: A content is damaged.
-        ValueError: Images have different sizes.
-    """
-    keys = list(samples[0])
-    if any(list(sample) != keys for sample in samples):
-        return collate_samples([decoded_sample(sample) for sample in samples])
-    batch = {}
-    for key in keys:
-        values = [sample[key] for sample in samples]
-        is_encoded = all(isinstance(value, Encoded) for value in values)
-        if is_encoded and all(value.name.lower().endswith(IMAGES) for value in values):
-            batch[key] = _images(values, memory)
-        if batch.get(key) is None:
-            each = [decode(*value) if isinstance(value, Encoded) else value for value in values]
-            batch[key] = collate_samples([{key: value} for value in each])[key]
-    return batch
-
-
-def _images(values: Sequence[Encoded], memory: ImageBatchMemory) -> Any:
-    """Return decoded images in a single tensor, or None if the sizes differ."""
-    import torch
-
-    batch: Any = None
-    for number, value in enumerate(values):
-        with open_image(*value) as image:
-            if batch is None:
-                batch = memory.take((len(values), image.height, image.width, 3))
-            if (image.height, image.width) != batch.shape[1:3]:
-                return None
-            batch[number] = np.asarray(image)
-    return torch.from_numpy(batch)
 
 
 # Requests to a store wait for its answer, not for this machine.

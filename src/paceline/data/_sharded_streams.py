@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from paceline._base.arguments_and_errors import mix_seed
-from paceline.data._dataset import StreamPieces
 from paceline.data._order_and_random_generators import (
     IteratorWithGenerators,
     isolated_randomness,
     seed_everything,
     shuffled_indices,
 )
+from paceline.data._sample_sources import StreamPieces
 from paceline.data._torch_loaders import data_length
 from paceline.storage._checkpoint_files import CheckpointMismatchError
 

@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from paceline import core, pytorch
-from paceline._training.engine.checkpoints.weights_and_optimizers import require_onnx
+from paceline._training.engine.checkpoints.weight_exports import require_onnx
 from paceline._training.engine.devices import join_ranks
+from paceline._training.engine.fsdp_and_tensor_parallel import clipping
 from paceline._training.engine.gradient_reduction import OverlappedAllReduce, join_horovod
-from paceline._training.engine.gradient_sync import clipping
 from paceline._training.engine.optimizer_stepper import ClipGrads
 from paceline.declarative._config_object import ParallelizationConfig, TrainingConfig
 from paceline.declarative._losses import LossPlan, MarginLoss, Prediction

@@ -17,7 +17,7 @@ from paceline._base.files import replacing_atomically
 from paceline._base.imports import required_library
 from paceline._training.engine.checkpoints.checkpoint_saver import KeptCheckpoints
 from paceline._training.engine.checkpoints.sharded_state import gathered
-from paceline._training.engine.checkpoints.weights_and_optimizers import export_onnx
+from paceline._training.engine.checkpoints.weight_exports import export_onnx
 from paceline.core._distributed_context import DistributedContext
 from paceline.declarative._losses import LossTracker
 from paceline.declarative._training_step import Step

@@ -36,7 +36,7 @@ from paceline._base.journal_records import (
     encode_record,
 )
 from paceline._base.run_directory import JournalKey, RunDirectory, RunInfo, check_file_path
-from paceline.core._run_directories import recordable
+from paceline.core._arguments import recordable
 from paceline.storage._directory_storage import DirectoryStorage
 
 _CHUNK_BYTES = 1024 * 1024

@@ -18,7 +18,8 @@ from paceline._base.process_and_network import LOOPBACK, PortReservation, join_c
 from paceline._training.workers.launch_nodes import LaunchNodes
 from paceline._training.workers.process_pools import ProgramPool, WorkerCommand, WorkerVariables
 from paceline._training.workers.processes.signals_and_leftovers import sweeping_after_kill
-from paceline._training.workers.processes.templates import Template, template_of_ranks
+from paceline._training.workers.processes.template_client import Template
+from paceline._training.workers.processes.templates import template_of_ranks
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.processes.worker_process import (
     SHARDS_VARIABLE,
@@ -35,7 +36,8 @@ from paceline._training.workers.worker_failures import (
     WorkerFailedError,
     WorkerStartError,
 )
-from paceline._training.workers.workers import ElasticLimits, Workers, check_crowd
+from paceline._training.workers.worker_settings import check_crowd
+from paceline._training.workers.workers import ElasticLimits, Workers
 from paceline.launch._launcher_arguments import (
     USAGE,
     Backend,

@@ -1,16 +1,19 @@
 """The Trial class front door: the trainer takes over the loop; model and step stay yours."""
 
 from paceline._base.imports import show_public_errors
-from paceline._training.engine.checkpoints.weights_and_optimizers import (
+from paceline._training.engine.checkpoints.weight_exports import (
     ExportedWeights,
     export_dcp,
     export_weights,
+)
+from paceline._training.engine.checkpoints.weights_and_optimizers import (
     load_optimizer_state,
     load_weights,
 )
-from paceline._training.engine.gradient_sync import clip_grad_norm_
-from paceline._training.engine.metric_reducers import KeySetError, MetricReducer, Reducer
+from paceline._training.engine.fsdp_and_tensor_parallel import clip_grad_norm_
+from paceline._training.engine.metric_reducers import MetricReducer, Reducer
 from paceline._training.engine.schedules import Batch, Epoch, LRScheduler, Record, TrainUnit
+from paceline._training.engine.weighted_means import KeySetError
 from paceline._training.workers.worker_failures import RanksDifferError, StepsDifferError
 from paceline.core._arguments import NonFiniteError
 from paceline.data._torch_loaders import TorchData, to_device

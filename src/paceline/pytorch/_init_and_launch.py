@@ -23,7 +23,7 @@ from paceline.core._launcher_place import launched_place
 from paceline.data._order_and_random_generators import seed_everything
 from paceline.data._torch_loaders import release_device_memory
 from paceline.pytorch._trainer import Preempted, precision_of
-from paceline.pytorch._training_state import models_in
+from paceline.pytorch._training_checkpoints import models_in
 from paceline.pytorch._trial_and_context import PyTorchTrial, PyTorchTrialContext
 from paceline.storage._checkpoint_storage import directory_of_checkpoint
 

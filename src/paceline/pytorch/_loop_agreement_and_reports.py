@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch
 
 from paceline._training.engine.gradient_reduction import DataParallel, plain_model
-from paceline._training.engine.metric_reducers import WeightedMeans
 from paceline._training.engine.model_preparation import compile_counts
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.profiling import StepThroughput, StepTimeline
 from paceline._training.engine.schedules import Position, StopReason
+from paceline._training.engine.weighted_means import WeightedMeans
 from paceline.core._arguments import NonFiniteError
 from paceline.core._attempt_journal import TimeAccount
 from paceline.core._core_context import Context

@@ -32,10 +32,11 @@ from paceline.core._arguments import DistributedError
 from paceline.core._background_checkpoints import CheckpointParts, StoreFailures
 from paceline.core._core_context import Context
 from paceline.pytorch._loop_agreement_and_reports import RankWish
-from paceline.storage._checkpoint_files import CheckpointError, series_uuid
+from paceline.storage._checkpoint_files import CheckpointError
+from paceline.storage._checkpoint_storage import series_uuid
 
 if TYPE_CHECKING:
-    from paceline.pytorch._training_state import ResumableTraining
+    from paceline.pytorch._resumable_training import ResumableTraining
 
 logger = logging.getLogger(__name__)
 
@@ -310,7 +311,7 @@ def survivors_problem(stepper: Stepper) -> str:
 
 
 if TYPE_CHECKING:
-    from paceline.pytorch._training_state import ResumableTraining
+    from paceline.pytorch._resumable_training import ResumableTraining
 
 
 _SHARE = 0.02

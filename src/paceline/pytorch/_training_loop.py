@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from paceline import faults
-from paceline._training.engine.metric_reducers import WeightedMeans
 from paceline._training.engine.model_preparation import FollowingModels
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.profiling import MOVE, REDUCE, WAIT, WHOLE, TraceProfiler
 from paceline._training.engine.schedules import Position, Schedule, StopReason
 from paceline._training.engine.step_replay import StepReplay
+from paceline._training.engine.weighted_means import WeightedMeans
 from paceline.core._attempt_journal import CHECKPOINT, TRAINING, VALIDATION
 from paceline.core._core_context import Context
 from paceline.data._order_and_random_generators import EpochOrder, worker_shards

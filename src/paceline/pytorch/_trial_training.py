@@ -18,14 +18,15 @@ import torch
 
 from paceline import faults
 from paceline._training.engine.fsdp_and_tensor_parallel import RankGrid, unsharded
-from paceline._training.engine.metric_reducers import KeySetError, Reducer
+from paceline._training.engine.metric_reducers import Reducer
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.schedules import Position
+from paceline._training.engine.weighted_means import KeySetError
 from paceline.core._distributed_context import DistributedContext
 from paceline.data._order_and_random_generators import worker_shards
 from paceline.data._sharded_loader import ShardedData
 from paceline.pytorch._loop_agreement_and_reports import TrainingCallbacks, TrainsShard
-from paceline.pytorch._training_state import ResumableTraining
+from paceline.pytorch._resumable_training import ResumableTraining
 from paceline.pytorch._trial_and_context import PyTorchCallback, PyTorchTrial, PyTorchTrialContext
 from paceline.storage._checkpoint_files import CheckpointMismatchError
 

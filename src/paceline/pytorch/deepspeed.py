@@ -30,8 +30,8 @@ from paceline.data._sharded_loader import ShardedData
 from paceline.data._torch_loaders import release_device_memory
 from paceline.pytorch._init_and_launch import Beginning, begin_trial
 from paceline.pytorch._trainer import Trainer as PyTorchTrainer
+from paceline.pytorch._training_checkpoints import TrainingState
 from paceline.pytorch._training_loop import TrainingLoop
-from paceline.pytorch._training_state import TrainingState
 from paceline.pytorch._trial_and_context import PyTorchTrial, PyTorchTrialContext
 from paceline.pytorch._trial_training import MetricSums, TrialTraining, Validator, batches_by_rank
 from paceline.storage._checkpoint_files import CheckpointMismatchError

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from paceline._base.imports import show_public_errors
 from paceline.search._adaptive_asha import Mode
-from paceline.search._hyperparameter_space import Parameter, Space, SpaceError, parse_space
+from paceline.search._hyperparameter_kinds import Parameter, SpaceError
+from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._preview_and_simulation import SimulationResult, simulate
 from paceline.search._samplers import Observation, Proposal, Sampler
 from paceline.search._search_method import (

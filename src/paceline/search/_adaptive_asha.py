@@ -1,4 +1,4 @@
-"""Adaptive ASHA: asynchronous halving, and the division of a search among brackets.
+"""Adaptive ASHA: configs of halving searches, and the division of a search among brackets.
 
 Halving in promotion form: trials pause at rungs and resume when promoted; Hyperband.
 """
@@ -13,216 +13,7 @@ from typing import Any, ClassVar
 
 from paceline.search import _search_method as base
 from paceline.search._hyperparameter_space import Space
-from paceline.search._rungs import Rung, make_rung
-
-
-class _Fate(str, Enum):
-    TRAINING = "training"
-    PAUSED = "paused"
-    STOPPED = "stopped"
-    ENDED = "ended"
-    """It completed by itself below the top rung."""
-    FAILED = "failed"
-    INVALID = "invalid"
-
-
-@dataclass(slots=True)
-class _Entrant:
-    rung: int = 0
-    """The rung that the trial trains towards, or at which it ended."""
-    fate: _Fate = _Fate.TRAINING
-
-
-class HalvingMethod(base.SearchMethod):
-    """Runs a single bracket of asynchronous halving."""
-
-    def __init__(
-        self,
-        maker: base.TrialMaker,
-        plan: base.BracketPlan,
-        *,
-        smaller_is_better: bool,
-        num_objectives: int = 1,
-    ) -> None:
-        self._maker = maker
-        self._plan = plan
-        self._num_trials = plan.trials
-        self._divisor = plan.divisor
-        self._smaller_is_better = smaller_is_better
-        self._rungs = [make_rung(units, num_objectives) for units in plan.units]
-        self._entrants: dict[str, _Entrant] = {}
-        self._num_invalid = 0
-
-    def start(self) -> list[base.Operation]:
-        """Return the operations to create the first trials."""
-        return self.resize(self._num_trials)
-
-    def resize(self, max_trials: int) -> list[base.Operation]:
-        """Create more or fewer trials, which are compared to all before them."""
-        self._num_trials = max_trials
-        num_open = sum(each.fate is _Fate.TRAINING for each in self._entrants.values())
-        operations: list[base.Operation] = []
-        for _ in range(self._plan.concurrent - num_open):
-            operations += self._refill()
-        return operations
-
-    @property
-    def num_planned(self) -> int:
-        """Return how many trials were planned."""
-        return self._plan.trials
-
-    def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
-        """Decide at each rung reached by the trial, once per rung.
-
-        A metric that is not finite never passes a rung, not even an empty one.
-        """
-        loss = metric if self._smaller_is_better else -metric
-        return self.reported_several(request_id, time, loss)
-
-    def reported_several(self, request_id: str, time: float, losses: Any) -> list[base.Operation]:
-        """Decide by several objectives, or by the loss of a single one."""
-        entrant = self._entrants[request_id]
-        rung_before = entrant.rung
-        # Several rungs in one call: a trial with rare reports may clear several at once.
-        while time >= self._rungs[entrant.rung].units:
-            rung = self._rungs[entrant.rung]
-            rank = rung.insert(request_id, losses)
-            is_top = entrant.rung == len(self._rungs) - 1
-            num_kept = base.keep_count(len(rung), self._divisor)
-            rung.note_arrival(request_id, rank, num_kept)
-            is_kept = rank < min(num_kept, rung.num_ranked)
-            if is_top or not is_kept:
-                entrant.fate = _Fate.STOPPED
-                return [base.Stop(request_id=request_id), *self._refill()]
-            entrant.rung += 1
-        if entrant.rung == rung_before:
-            return []
-        return [base.Train(request_id=request_id, length=self._rungs[entrant.rung].units)]
-
-    def exited(
-        self, request_id: str, reason: base.ExitReason, is_stopped: bool
-    ) -> list[base.Operation]:
-        """Replace an ended trial, unless stopped by the method, as far as the budget allows.
-
-        A failed trial ranks last in the rung that it was training towards. Invalid
-        hyperparameters take no part: their entries go, and they do not count.
-        """
-        if is_stopped:
-            return []
-        entrant = self._entrants[request_id]
-        if reason is base.ExitReason.COMPLETED:
-            entrant.fate = _Fate.ENDED
-        elif reason is base.ExitReason.INVALID_HP:
-            entrant.fate = _Fate.INVALID
-            self._num_invalid += 1
-            for rung in self._rungs[: entrant.rung]:
-                rung.remove(request_id)
-        else:
-            entrant.fate = _Fate.FAILED
-            self._rungs[entrant.rung].insert_last(request_id)
-        return self._refill()
-
-    def num_trials(self, num_invalid: int) -> int:
-        """Return the bracket's number: trials with invalid hyperparameters are replaced."""
-        return max(self._num_trials, self.num_created)
-
-    @property
-    def num_created(self) -> int:
-        """Return how many trials there are, without those that refused their hyperparameters."""
-        return len(self._entrants) - self._num_invalid
-
-    def trained_share(self, time: float) -> float:
-        """Return the part of the time at the top rung."""
-        return time / self._plan.units[-1]
-
-    def brackets(self) -> tuple[base.BracketView, ...]:
-        """Return a view of the bracket."""
-        waiting: list[list[str]] = [[] for _ in self._rungs]
-        for request_id, entrant in self._entrants.items():
-            if entrant.fate is _Fate.TRAINING:
-                waiting[entrant.rung].append(request_id)
-        return (
-            base.BracketView(
-                max_trials=self._num_trials,
-                max_concurrent_trials=self._plan.concurrent,
-                num_created=len(self._entrants),
-                num_invalid=self._num_invalid,
-                rungs=tuple(self._rung_view(i, ids) for i, ids in enumerate(waiting)),
-            ),
-        )
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the method's state as JSON-able data."""
-        return {
-            "rungs": [rung.snapshot() for rung in self._rungs],
-            "num_trials": self._num_trials,
-            "entrants": [[key, e.rung, e.fate.value] for key, e in self._entrants.items()],
-        }
-
-    def load(self, snapshot: dict[str, Any]) -> None:
-        """Take the state over from a snapshot.
-
-        Raises:
-            ValueError: If the snapshot comes from a bracket with other rungs.
-        """
-        theirs = [rung["units"] for rung in snapshot["rungs"]]
-        base.check_same_setup("rungs", list(self._plan.units), theirs)
-        for rung, stored in zip(self._rungs, snapshot["rungs"], strict=True):
-            rung.load(stored)
-        self._num_trials = snapshot.get("num_trials", self._plan.trials)
-        self._entrants = {
-            request_id: _Entrant(rung=rung, fate=_Fate(fate))
-            for request_id, rung, fate in snapshot["entrants"]
-        }
-        self._num_invalid = sum(e.fate is _Fate.INVALID for e in self._entrants.values())
-
-    def entrants(self) -> tuple[str, ...]:
-        """Return the request ids of all trials of the bracket."""
-        return tuple(self._entrants)
-
-    def _refill(self) -> list[base.Operation]:
-        if self.num_created >= self._num_trials:
-            return []
-        create = self._maker.sampled()
-        self._entrants[create.request_id] = _Entrant()
-        return [create, base.Train(request_id=create.request_id, length=self._rungs[0].units)]
-
-    def _rung_view(self, index: int, waiting: list[str]) -> base.RungView:
-        ranked = []
-        for request_id, value in self._rungs[index]:
-            decision = self._decision(self._entrants[request_id], index)
-            metric = value if self._smaller_is_better else -value
-            ranked.append(
-                base.RungEntry(
-                    request_id=request_id,
-                    metric=None if decision is base.Decision.FAILED else metric,
-                    decision=decision,
-                    arrival=self._arrival(self._rungs[index], request_id),
-                )
-            )
-        ahead = [
-            base.RungEntry(request_id=i, metric=None, decision=base.Decision.WAITING)
-            for i in waiting
-        ]
-        return base.RungView(units=self._rungs[index].units, entries=(*ranked, *ahead))
-
-    def _arrival(self, rung: Rung, request_id: str) -> base.Arrival | None:
-        found = rung.arrival(request_id)
-        if found is None:
-            return None
-        order, rank, num_kept, value = found
-        sign = 1 if self._smaller_is_better else -1
-        cutoff = sign * value if math.isfinite(value) else None
-        return base.Arrival(order=order, rank=rank, num_kept=num_kept, cutoff=cutoff)
-
-    def _decision(self, entrant: _Entrant, index: int) -> base.Decision:
-        if entrant.rung > index:
-            return base.Decision.CONTINUED
-        if entrant.fate is _Fate.PAUSED:
-            return base.Decision.PAUSED
-        if entrant.fate is _Fate.FAILED:
-            return base.Decision.FAILED
-        return base.Decision.FINISHED if index == len(self._rungs) - 1 else base.Decision.STOPPED
+from paceline.search._rungs import Fate, HalvingMethod
 
 
 class Mode(str, Enum):
@@ -412,7 +203,7 @@ class AdaptiveAshaMethod(base.SearchMethod):
         return operations
 
     def resize(self, max_trials: int) -> list[base.Operation]:
-        """Divide the trials that are to come among the brackets as in the plan."""
+        """Divide future trials among the brackets as in the plan."""
         created = [bracket.num_created for bracket in self._brackets]
         planned = [bracket.num_planned for bracket in self._brackets]
         left = max(max_trials - sum(created), 0)
@@ -518,23 +309,23 @@ class PromotionMethod(HalvingMethod):
         self._waits_for_all = waits_for_all
 
     def resize(self, max_trials: int) -> list[base.Operation]:
-        """Create more or fewer trials, which are compared to all before them."""
+        """Create more or fewer trials, compared to all earlier ones."""
         self._num_trials = max_trials
         return self._go_on()
 
     def reported_several(self, request_id: str, time: float, losses: Any) -> list[base.Operation]:
-        """Let a trial that has reached its rung pause there, and decide who trains next."""
+        """Let a trial at its rung pause there, and decide who trains next."""
         entrant = self._entrants[request_id]
         rung = self._rungs[entrant.rung]
         # A trial that pauses may report until it has left.
-        if entrant.fate is not _Fate.TRAINING or time < rung.units:
+        if entrant.fate is not Fate.TRAINING or time < rung.units:
             return []
         rank = rung.insert(request_id, losses)
         rung.note_arrival(request_id, rank, base.keep_count(len(rung), self._divisor))
         if entrant.rung == len(self._rungs) - 1:
-            entrant.fate = _Fate.STOPPED
+            entrant.fate = Fate.STOPPED
             return [base.Stop(request_id=request_id), *self._go_on()]
-        entrant.fate = _Fate.PAUSED
+        entrant.fate = Fate.PAUSED
         return self._go_on()
 
     def exited(
@@ -544,25 +335,25 @@ class PromotionMethod(HalvingMethod):
         entrant = self._entrants[request_id]
         if is_stopped:
             return []
-        was_training = entrant.fate is _Fate.TRAINING
+        was_training = entrant.fate is Fate.TRAINING
         if reason is base.ExitReason.COMPLETED:
-            entrant.fate = _Fate.ENDED
+            entrant.fate = Fate.ENDED
         elif reason is base.ExitReason.INVALID_HP:
-            num_entries = entrant.rung + (entrant.fate is _Fate.PAUSED)
-            entrant.fate = _Fate.INVALID
+            num_entries = entrant.rung + (entrant.fate is Fate.PAUSED)
+            entrant.fate = Fate.INVALID
             self._num_invalid += 1
             for rung in self._rungs[:num_entries]:
                 rung.remove(request_id)
         else:
             if was_training:
                 self._rungs[entrant.rung].insert_last(request_id)
-            entrant.fate = _Fate.FAILED
+            entrant.fate = Fate.FAILED
         return self._go_on()
 
     def _go_on(self) -> list[base.Operation]:
         """Promote trials and create others while there is room; stop those without a chance."""
         operations: list[base.Operation] = []
-        room = self._plan.concurrent - self._count(_Fate.TRAINING)
+        room = self._plan.concurrent - self._count(Fate.TRAINING)
         while room > 0:
             given = self._promotion() or self._refill()
             if not given:
@@ -575,9 +366,9 @@ class PromotionMethod(HalvingMethod):
             kept = set(self._promotable(index))
             for request_id, _ in self._rungs[index]:
                 entrant = self._entrants[request_id]
-                is_here = entrant.rung == index and entrant.fate is _Fate.PAUSED
+                is_here = entrant.rung == index and entrant.fate is Fate.PAUSED
                 if is_here and request_id not in kept:
-                    entrant.fate = _Fate.STOPPED
+                    entrant.fate = Fate.STOPPED
                     operations.append(base.Stop(request_id=request_id))
         return operations
 
@@ -587,12 +378,12 @@ class PromotionMethod(HalvingMethod):
             if found:
                 entrant = self._entrants[found[0]]
                 entrant.rung += 1
-                entrant.fate = _Fate.TRAINING
+                entrant.fate = Fate.TRAINING
                 return [base.Train(request_id=found[0], length=self._rungs[index + 1].units)]
         return []
 
     def _promotable(self, index: int) -> list[str]:
-        """Return the trials that may leave a rung now, the best first."""
+        """Return the trials to leave a rung now, the best first."""
         rung = self._rungs[index]
         num_kept = len(rung) * self._divisor.denominator // self._divisor.numerator
         if self._is_closed(index):
@@ -603,7 +394,7 @@ class PromotionMethod(HalvingMethod):
         return [
             key
             for key in best
-            if self._entrants[key].rung == index and self._entrants[key].fate is _Fate.PAUSED
+            if self._entrants[key].rung == index and self._entrants[key].fate is Fate.PAUSED
         ]
 
     def _is_closed(self, index: int) -> bool:
@@ -611,11 +402,11 @@ class PromotionMethod(HalvingMethod):
         if self.num_created < self._num_trials:
             return False
         below = (each for each in self._entrants.values() if each.rung <= index)
-        if any(each.fate is _Fate.TRAINING for each in below):
+        if any(each.fate is Fate.TRAINING for each in below):
             return False
         return all(not self._promotable(lower) for lower in range(index))
 
-    def _count(self, fate: _Fate) -> int:
+    def _count(self, fate: Fate) -> int:
         return sum(each.fate is fate for each in self._entrants.values())
 
 

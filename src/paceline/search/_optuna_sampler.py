@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.trial import TrialState, create_trial
 
-from paceline.search._hyperparameter_space import Parameter, Space
+from paceline.search._hyperparameter_kinds import Parameter
+from paceline.search._hyperparameter_space import Space
 from paceline.search._samplers import Observation, Proposal, Sampler
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _CONSTRAINED = ("tpe", "nsgaii")
 
 
 class OptunaSampler(Sampler):
-    """Proposes by one of Optuna's samplers, which learns from all observations.
+    """Proposes by a sampler of Optuna, taught by all observations.
 
     TPE is told of trials that were stopped early by their time and loss, as Optuna's pruned
     trials. The others, which leave pruned trials out, get these as completed ones. Trials without a
@@ -78,7 +79,7 @@ class OptunaSampler(Sampler):
     def ask(
         self, space: Space, observations: Sequence[Observation], n: int, rng: Generator
     ) -> Sequence[Proposal]:
-        """Return proposals after telling Optuna what is new."""
+        """Return proposals after telling Optuna the news."""
         distributions = {each.name: _distribution(each) for each in space.parameters}
         if not self._has_begun:
             self._begin(len(observations), is_constrained=False)
@@ -157,7 +158,7 @@ class OptunaSampler(Sampler):
     def _number_of(
         self, space: Space, distributions: dict[str, BaseDistribution], seen: Observation
     ) -> int:
-        """Return the number of the trial in the study, which runs there."""
+        """Return the number of the trial, running in the study."""
         values = {}
         for each in space.parameters:
             value = each.of(seen.hparams)

@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from paceline._base.arguments_and_errors import Rng
 from paceline.search import _search_method as base
-from paceline.search._hyperparameter_space import Rng, Space, SpaceError, parse_space
+from paceline.search._hyperparameter_kinds import SpaceError
+from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._samplers import Ask, Sampler, answers, asking
 from paceline.search._search import Search
 
@@ -42,7 +44,7 @@ Curves = Callable[[base.Create], Curve]
 
 
 def nearest_curves(space: Space, curves: Sequence[Curve]) -> Curves:
-    """Return what gives trials the curve of the nearest hyperparameters.
+    """Return a function giving trials the curve of the nearest hyperparameters.
 
     Raises:
         ValueError: There is no curve with points of the space.
@@ -83,7 +85,7 @@ def imaginary_curves(length: float, *, smaller_is_better: bool) -> Curves:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotsResult:
-    """What a simulated search used, in seconds of its curves, and the best values by time."""
+    """Use of a simulated search, in seconds of its curves, and the best values by time."""
 
     wall_s: float
     slot_s: float
@@ -118,7 +120,7 @@ class _Trial:
 
 
 class Simulated(Protocol):
-    """Search that `simulate_slots` runs."""
+    """Search run by `simulate_slots`."""
 
     @property
     def asks(self) -> Sequence[base.Create]: ...

@@ -1,10 +1,12 @@
-"""Rungs: trials in ranked order, by one objective or by several; the Pareto front."""
+"""Rungs: trials in ranked order; the Pareto front; a bracket of asynchronous halving."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from paceline.search import _search_method as base
@@ -41,7 +43,7 @@ class Rung:
 
     @property
     def num_ranked(self) -> int:
-        """Return the number of entries that rank by their numbers, before all others."""
+        """Return the number of entries ranked by their numbers, before all others."""
         return len(self._ids)
 
     def __iter__(self) -> Iterator[tuple[str, float]]:
@@ -158,7 +160,7 @@ class FrontRung(Rung):
         return int(num_ahead)
 
     def remove(self, request_id: str) -> None:
-        """Remove a trial's entry; those that it dominates move up."""
+        """Remove a trial's entry; dominated entries move up."""
         import numpy as np
 
         if request_id in self._unranked:
@@ -225,7 +227,7 @@ def newer_point(point: Losses, losses: Losses) -> Losses:
 
 
 def pareto_front(points: Sequence[tuple[str, Losses]]) -> list[tuple[str, Losses]]:
-    """Return the points that no other dominates, the least first loss in front."""
+    """Return the points without a dominating point, the least first loss in front."""
     import numpy as np
 
     losses, left = np.array([point for _, point in points]), np.arange(len(points))
@@ -236,3 +238,214 @@ def pareto_front(points: Sequence[tuple[str, Losses]]) -> list[tuple[str, Losses
         left = left[is_left]
         place = int(is_left[: place + 1].sum())
     return sorted((points[index] for index in left.tolist()), key=lambda point: point[1])
+
+
+class Fate(str, Enum):
+    """State of a trial in its bracket."""
+
+    TRAINING = "training"
+    PAUSED = "paused"
+    STOPPED = "stopped"
+    ENDED = "ended"
+    """It completed by itself below the top rung."""
+    FAILED = "failed"
+    INVALID = "invalid"
+
+
+@dataclass(slots=True)
+class _Entrant:
+    rung: int = 0
+    """The rung that the trial trains towards, or at which it ended."""
+    fate: Fate = Fate.TRAINING
+
+
+class HalvingMethod(base.SearchMethod):
+    """Runs a single bracket of asynchronous halving."""
+
+    def __init__(
+        self,
+        maker: base.TrialMaker,
+        plan: base.BracketPlan,
+        *,
+        smaller_is_better: bool,
+        num_objectives: int = 1,
+    ) -> None:
+        self._maker = maker
+        self._plan = plan
+        self._num_trials = plan.trials
+        self._divisor = plan.divisor
+        self._smaller_is_better = smaller_is_better
+        self._rungs = [make_rung(units, num_objectives) for units in plan.units]
+        self._entrants: dict[str, _Entrant] = {}
+        self._num_invalid = 0
+
+    def start(self) -> list[base.Operation]:
+        """Return the operations to create the first trials."""
+        return self.resize(self._num_trials)
+
+    def resize(self, max_trials: int) -> list[base.Operation]:
+        """Create more or fewer trials, compared to all earlier ones."""
+        self._num_trials = max_trials
+        num_open = sum(each.fate is Fate.TRAINING for each in self._entrants.values())
+        operations: list[base.Operation] = []
+        for _ in range(self._plan.concurrent - num_open):
+            operations += self._refill()
+        return operations
+
+    @property
+    def num_planned(self) -> int:
+        """Return how many trials were planned."""
+        return self._plan.trials
+
+    def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
+        """Decide at each rung reached by the trial, once per rung.
+
+        A metric that is not finite never passes a rung, not even an empty one.
+        """
+        loss = metric if self._smaller_is_better else -metric
+        return self.reported_several(request_id, time, loss)
+
+    def reported_several(self, request_id: str, time: float, losses: Any) -> list[base.Operation]:
+        """Decide by several objectives, or by a single loss."""
+        entrant = self._entrants[request_id]
+        rung_before = entrant.rung
+        # Several rungs in one call: a trial with rare reports may clear several at once.
+        while time >= self._rungs[entrant.rung].units:
+            rung = self._rungs[entrant.rung]
+            rank = rung.insert(request_id, losses)
+            is_top = entrant.rung == len(self._rungs) - 1
+            num_kept = base.keep_count(len(rung), self._divisor)
+            rung.note_arrival(request_id, rank, num_kept)
+            is_kept = rank < min(num_kept, rung.num_ranked)
+            if is_top or not is_kept:
+                entrant.fate = Fate.STOPPED
+                return [base.Stop(request_id=request_id), *self._refill()]
+            entrant.rung += 1
+        if entrant.rung == rung_before:
+            return []
+        return [base.Train(request_id=request_id, length=self._rungs[entrant.rung].units)]
+
+    def exited(
+        self, request_id: str, reason: base.ExitReason, is_stopped: bool
+    ) -> list[base.Operation]:
+        """Replace an ended trial, unless stopped by the method, as far as the budget allows.
+
+        A failed trial ranks last in the rung that it was training towards. Invalid
+        hyperparameters take no part: their entries go, and they do not count.
+        """
+        if is_stopped:
+            return []
+        entrant = self._entrants[request_id]
+        if reason is base.ExitReason.COMPLETED:
+            entrant.fate = Fate.ENDED
+        elif reason is base.ExitReason.INVALID_HP:
+            entrant.fate = Fate.INVALID
+            self._num_invalid += 1
+            for rung in self._rungs[: entrant.rung]:
+                rung.remove(request_id)
+        else:
+            entrant.fate = Fate.FAILED
+            self._rungs[entrant.rung].insert_last(request_id)
+        return self._refill()
+
+    def num_trials(self, num_invalid: int) -> int:
+        """Return the bracket's number: trials with invalid hyperparameters are replaced."""
+        return max(self._num_trials, self.num_created)
+
+    @property
+    def num_created(self) -> int:
+        """Return the number of trials, without those with refused hyperparameters."""
+        return len(self._entrants) - self._num_invalid
+
+    def trained_share(self, time: float) -> float:
+        """Return the part of the time at the top rung."""
+        return time / self._plan.units[-1]
+
+    def brackets(self) -> tuple[base.BracketView, ...]:
+        """Return a view of the bracket."""
+        waiting: list[list[str]] = [[] for _ in self._rungs]
+        for request_id, entrant in self._entrants.items():
+            if entrant.fate is Fate.TRAINING:
+                waiting[entrant.rung].append(request_id)
+        return (
+            base.BracketView(
+                max_trials=self._num_trials,
+                max_concurrent_trials=self._plan.concurrent,
+                num_created=len(self._entrants),
+                num_invalid=self._num_invalid,
+                rungs=tuple(self._rung_view(i, ids) for i, ids in enumerate(waiting)),
+            ),
+        )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the method's state as JSON-able data."""
+        return {
+            "rungs": [rung.snapshot() for rung in self._rungs],
+            "num_trials": self._num_trials,
+            "entrants": [[key, e.rung, e.fate.value] for key, e in self._entrants.items()],
+        }
+
+    def load(self, snapshot: dict[str, Any]) -> None:
+        """Take the state over from a snapshot.
+
+        Raises:
+            ValueError: If the snapshot comes from a bracket with other rungs.
+        """
+        theirs = [rung["units"] for rung in snapshot["rungs"]]
+        base.check_same_setup("rungs", list(self._plan.units), theirs)
+        for rung, stored in zip(self._rungs, snapshot["rungs"], strict=True):
+            rung.load(stored)
+        self._num_trials = snapshot.get("num_trials", self._plan.trials)
+        self._entrants = {
+            request_id: _Entrant(rung=rung, fate=Fate(fate))
+            for request_id, rung, fate in snapshot["entrants"]
+        }
+        self._num_invalid = sum(e.fate is Fate.INVALID for e in self._entrants.values())
+
+    def entrants(self) -> tuple[str, ...]:
+        """Return the request ids of all trials of the bracket."""
+        return tuple(self._entrants)
+
+    def _refill(self) -> list[base.Operation]:
+        if self.num_created >= self._num_trials:
+            return []
+        create = self._maker.sampled()
+        self._entrants[create.request_id] = _Entrant()
+        return [create, base.Train(request_id=create.request_id, length=self._rungs[0].units)]
+
+    def _rung_view(self, index: int, waiting: list[str]) -> base.RungView:
+        ranked = []
+        for request_id, value in self._rungs[index]:
+            decision = self._decision(self._entrants[request_id], index)
+            metric = value if self._smaller_is_better else -value
+            ranked.append(
+                base.RungEntry(
+                    request_id=request_id,
+                    metric=None if decision is base.Decision.FAILED else metric,
+                    decision=decision,
+                    arrival=self._arrival(self._rungs[index], request_id),
+                )
+            )
+        ahead = [
+            base.RungEntry(request_id=i, metric=None, decision=base.Decision.WAITING)
+            for i in waiting
+        ]
+        return base.RungView(units=self._rungs[index].units, entries=(*ranked, *ahead))
+
+    def _arrival(self, rung: Rung, request_id: str) -> base.Arrival | None:
+        found = rung.arrival(request_id)
+        if found is None:
+            return None
+        order, rank, num_kept, value = found
+        sign = 1 if self._smaller_is_better else -1
+        cutoff = sign * value if math.isfinite(value) else None
+        return base.Arrival(order=order, rank=rank, num_kept=num_kept, cutoff=cutoff)
+
+    def _decision(self, entrant: _Entrant, index: int) -> base.Decision:
+        if entrant.rung > index:
+            return base.Decision.CONTINUED
+        if entrant.fate is Fate.PAUSED:
+            return base.Decision.PAUSED
+        if entrant.fate is Fate.FAILED:
+            return base.Decision.FAILED
+        return base.Decision.FINISHED if index == len(self._rungs) - 1 else base.Decision.STOPPED

@@ -1,94 +1,22 @@
-"""Search around a method: bookkeeping, snapshots and replay."""
+"""Search around a method: inputs, operations, snapshots and replay."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, suppress
-from dataclasses import astuple, dataclass, field
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import msgspec
 
+from paceline._base.arguments_and_errors import Rng
 from paceline.search import _search_method as base
-from paceline.search._hyperparameter_space import Rng, Space, parse_space
+from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._rungs import newer_point, pareto_front
 from paceline.search._samplers import Observation
+from paceline.search._search_state import Budget, Observations, SearchedTrial, check_method_state
 
 _VERSION = 1
-SPENT_INTERVAL_S = 60.0
-"""How often a search with a limit of time is told the time."""
-
-
-@dataclass(slots=True)
-class _Trial:
-    is_stopped: bool = False
-    exit_reason: base.ExitReason | None = None
-    progress: float = 0.0
-    reached: float = 0.0
-    """The least progress, by the trial's reports."""
-    is_cut: bool = False
-    """Stopped by a limit, of which the method does not know."""
-    is_out_of_memory: bool = False
-    point: tuple[float, ...] = ()
-    """Its losses in a search of several objectives; see `newer_point`."""
-
-
-@dataclass(slots=True)
-class Budget:
-    """What a search may use, and what it has used.
-
-    Attributes:
-        limits: The limits.
-        wall_s: Seconds in which it was active.
-        slot_s: Seconds for which its trials held slots, in sum.
-        num_trials: The trials created, without those that refused their hyperparameters.
-        num_failed: The failed trials.
-        best: The best finite value of the metric; None before the first.
-    """
-
-    limits: base.Limited = field(default_factory=base.Limited)
-    wall_s: float = 0.0
-    slot_s: float = 0.0
-    num_trials: int = 0
-    num_failed: int = 0
-    best: float | None = None
-
-    def used(self) -> dict[str, float | None]:
-        """Return what was used, by the names of the limits."""
-        return {
-            "max_trials": self.num_trials,
-            "max_slot_hours": self.slot_s / 3600,
-            "max_wall_time": self.wall_s,
-            "target": self.best,
-            "max_failures": self.num_failed,
-        }
-
-    def reached(self, smaller_is_better: bool) -> str | None:
-        """Return the name of a limit that ends the search now, running trials included."""
-        for name, used in self.used().items():
-            limit = getattr(self.limits, name)
-            if limit is None or used is None or name == "max_trials":
-                continue
-            if used <= limit if name == "target" and smaller_is_better else used >= limit:
-                return name
-        return None
-
-    def has_room(self) -> bool:
-        """Return whether one more trial may be created."""
-        most = self.limits.max_trials
-        return most is None or self.num_trials < most
-
-
-@dataclass(slots=True)
-class _Observed:
-    """What samplers are told of a trial."""
-
-    hparams: dict[str, Any]
-    note: Any = None
-    loss: float | None = None
-    time: float = 0.0
 
 
 class Search:
@@ -165,7 +93,7 @@ class Search:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Return the metrics that a report must have: one for each objective."""
+        """Return the metrics of a complete report: the metric of each objective."""
         return self._config.metrics
 
     @property
@@ -223,17 +151,17 @@ class Search:
         ]
 
     def front(self) -> list[tuple[str, tuple[float, ...]]]:
-        """Return the trials that no other dominates, with the values of all objectives."""
+        """Return the Pareto front: trials with the values of all objectives."""
         return [(key, self._config.signed(losses)) for key, losses in pareto_front(self.points())]
 
     def values_of(self, request_id: str) -> tuple[float, ...]:
-        """Return the values of all objectives that stand for a trial; empty without any."""
+        """Return the values of all objectives for a trial; empty without any."""
         point = self._find(request_id).point
         return self._config.signed(point) if point else ()
 
     @property
     def asks(self) -> tuple[base.Create, ...]:
-        """Return the trials that wait for their hyperparameters; each has a draw at random."""
+        """Return the trials without hyperparameters so far; each has a draw at random."""
         return tuple(create for create, _ in self._asks.values())
 
     @property
@@ -242,36 +170,17 @@ class Search:
         return len(self._asks)
 
     def first_ask(self) -> base.Create:
-        """Return the trial that has waited longest; there must be one."""
+        """Return the trial with the longest wait; some trial must wait."""
         return next(iter(self._asks.values()))[0]
 
     def ask_of(self, request_id: str) -> base.Create | None:
-        """Return a trial that waits for its hyperparameters; None if it does not."""
+        """Return a waiting trial by its request id; None if the trial does not wait."""
         found = self._asks.get(request_id)
         return None if found is None else found[0]
 
     def observations(self) -> list[Observation]:
-        """Return what samplers are told: earlier trials, then those with an answer, in order."""
-        return self._earlier + [
-            self._ended.get(request_id) or self._observation(request_id, seen)
-            for request_id, seen in self._observed.items()
-        ]
-
-    def _observation(self, request_id: str, seen: _Observed) -> Observation:
-        trial = self._trials[request_id]
-        made = Observation(
-            id=request_id,
-            hparams=seen.hparams,
-            state=_state_of(trial),
-            loss=seen.loss,
-            time=seen.time,
-            note=seen.note,
-            losses=trial.point,
-        )
-        # Nothing of an ended trial changes any more, and there are many of them.
-        if trial.exit_reason is not None:
-            self._ended[request_id] = made
-        return made
+        """Return the observations for samplers: earlier trials, then answered trials, in order."""
+        return self._observations.all()
 
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state as JSON-able data.
@@ -281,15 +190,10 @@ class Search:
         """
         with self._guard("snapshot"):
             state = self._method.snapshot()
-            try:
-                # NaN and infinity are no JSON, so a stored snapshot could not be read again.
-                json.dumps(state, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                raise ValueError(_why_no_json(state, "snapshot()") or str(error)) from error
+            check_method_state(state)
         asking = {
             "asks": msgspec.to_builtins(list(self._asks.values())),
-            "earlier": msgspec.to_builtins(self._earlier),
-            "observed": [[key, *astuple(seen)] for key, seen in self._observed.items()],
+            **self._observations.snapshot(),
         }
         return {
             "version": _VERSION,
@@ -346,9 +250,6 @@ class Search:
         self.space = space
         self._is_asking = False
         self._asks: dict[str, tuple[base.Create, list[base.Operation]]] = {}
-        self._observed: dict[str, _Observed] = {}
-        self._earlier: list[Observation] = []
-        self._ended: dict[str, Observation] = {}
         self.budget = Budget()
         # By trial: operations that create it once the limits have room for it.
         self._held: dict[str, list[base.Operation]] = {}
@@ -358,7 +259,8 @@ class Search:
             self._num_planned = self._method.num_trials(0)
         self._is_started = False
         self._is_over = False
-        self._trials: dict[str, _Trial] = {}
+        self._trials: dict[str, SearchedTrial] = {}
+        self._observations = Observations(self._trials)
         self._num_exited = dict.fromkeys(base.ExitReason, 0)
         # Running trials only: the cost of the progress stays independent of the ended trials.
         self._open_progress: dict[str, float] = {}
@@ -369,7 +271,7 @@ class Search:
         # Snapshots of earlier versions lack the last ones.
         for request_id, is_stopped, reason, progress, *later in snapshot["trials"]:
             exit_reason = None if reason is None else base.ExitReason(reason)
-            trial = _Trial(is_stopped, exit_reason, float(progress), *later)
+            trial = SearchedTrial(is_stopped, exit_reason, float(progress), *later)
             trial.point = tuple(trial.point)
             self._trials[request_id] = trial
             if exit_reason is None:
@@ -384,8 +286,7 @@ class Search:
         for stored in snapshot.get("asks", ()):
             create, later = msgspec.convert(stored, tuple[base.Create, list[base.Operation]])
             self._asks[create.request_id] = create, later
-        self._earlier = msgspec.convert(snapshot.get("earlier", []), list[Observation])
-        self._observed = {key: _Observed(*seen) for key, *seen in snapshot.get("observed", ())}
+        self._observations.load(snapshot)
         with base.method_errors(self._config.kind, "load", expected=ValueError):
             self._method.load(snapshot["method"])
 
@@ -424,11 +325,7 @@ class Search:
             losses = self._losses(report)
             trial.point = newer_point(trial.point, losses)
             loss = trial.point[0] if trial.point else math.nan
-        if (seen := self._observed.get(report.request_id)) is not None:
-            seen.time = time
-            is_better = seen.loss is None or loss < seen.loss or not is_one
-            if math.isfinite(loss) and is_better:
-                seen.loss = loss
+        self._observations.note_report(report.request_id, time, loss, is_best=not is_one)
         with self._guard("trained_share"):
             share = min(self._method.trained_share(time), 1.0)
         if share > trial.reached:
@@ -465,7 +362,7 @@ class Search:
             self._set_progress(told.request_id, trial, progress)
         return []
 
-    def _set_progress(self, request_id: str, trial: _Trial, progress: float) -> None:
+    def _set_progress(self, request_id: str, trial: SearchedTrial, progress: float) -> None:
         trial.progress = max(progress, trial.reached)
         self._open_progress[request_id] = trial.progress
 
@@ -512,19 +409,7 @@ class Search:
 
     def _recall(self, given: base.Recalled) -> list[base.Operation]:
         sign = 1 if self._config.smaller_is_better else -1
-        for number, (hparams, value, time) in enumerate(given.trials, 1):
-            with suppress(ValueError, TypeError, LookupError):
-                if not math.isfinite(value):
-                    continue
-                seen = Observation(
-                    id=f"{given.source}, {number}",
-                    hparams=self.space.check(hparams),
-                    state="completed",
-                    loss=sign * value,
-                    time=time,
-                    is_earlier=True,
-                )
-                self._earlier.append(seen)
+        self._observations.recall(given, self.space, sign)
         return []
 
     def _spend(self, spent: base.Spent) -> list[base.Operation]:
@@ -536,7 +421,7 @@ class Search:
 
     @property
     def reached_limit(self) -> str | None:
-        """Return the limit that has ended the search, or keeps it from creating more trials."""
+        """Return the limit now ending the search or holding back new trials; None without any."""
         found = self.budget.reached(self._config.smaller_is_better)
         return found or ("max_trials" if self._held else None)
 
@@ -564,7 +449,7 @@ class Search:
         return operations
 
     def stopping_limit(self, request_id: str) -> str | None:
-        """Return the limit that has stopped a trial; None if the method has, or nothing."""
+        """Return the limit behind a trial's stop; None if stopped by the method, or not at all."""
         return self.reached_limit if self._find(request_id).is_cut else None
 
     def _has_room(self) -> bool:
@@ -594,7 +479,7 @@ class Search:
         if hparams is not None:
             create = msgspec.structs.replace(create, hparams=hparams)
         del self._asks[create.request_id]
-        self._observed[create.request_id] = _Observed(create.hparams, proposed.note)
+        self._observations.add(create.request_id, create.hparams, proposed.note)
         return [create, *later]
 
     def _shutdown(self) -> base.Shutdown:
@@ -616,7 +501,7 @@ class Search:
                 if not is_released and (self._held or not self._has_room()):
                     self._held[operation.request_id] = [operation]
                     continue
-                self._trials[operation.request_id] = _Trial()
+                self._trials[operation.request_id] = SearchedTrial()
                 self._open_progress[operation.request_id] = 0.0
                 self.budget.num_trials += 1
                 passing.append(operation)
@@ -643,7 +528,7 @@ class Search:
         return self._hold(passing) if self._is_asking else passing
 
     def _hold(self, operations: list[base.Operation]) -> list[base.Operation]:
-        """Keep the operations on trials that wait for their hyperparameters; return the others."""
+        """Keep the operations on trials without hyperparameters so far; return the others."""
         passing: list[base.Operation] = []
         for operation in operations:
             if isinstance(operation, base.Create) and operation.parent is None:
@@ -656,7 +541,7 @@ class Search:
                 passing.append(operation)
         return passing
 
-    def _find(self, request_id: str) -> _Trial:
+    def _find(self, request_id: str) -> SearchedTrial:
         trial = self._trials.get(request_id)
         if trial is None:
             raise ValueError(
@@ -664,18 +549,6 @@ class Search:
                 "Hint: give `Started` first, and the inputs in the order in which they came."
             )
         return trial
-
-
-def _state_of(trial: _Trial) -> str:
-    if trial.is_out_of_memory:
-        return "out_of_memory"
-    if trial.is_stopped:
-        return "completed" if trial.reached >= 1 else "stopped"
-    if trial.exit_reason is None:
-        return "running"
-    return {base.ExitReason.COMPLETED: "completed", base.ExitReason.INVALID_HP: "invalid"}.get(
-        trial.exit_reason, "failed"
-    )
 
 
 def replay(
@@ -693,16 +566,3 @@ def replay(
     """
     search = Search(config, hyperparameters, seed, is_asking=is_asking)
     return [search.apply(input) for input in inputs]
-
-
-def _why_no_json(value: Any, where: str) -> str | None:
-    """Return the place of a non-JSON value and the requirement there; None if all is JSON."""
-    if isinstance(value, (dict, list, tuple)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        reasons = (_why_no_json(item, f"{where}[{key!r}]") for key, item in items)
-        return next(filter(None, reasons), None)
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"`{where}` must be a finite number, but got {value}"
-    if value is None or isinstance(value, (str, int, float)):
-        return None
-    return f"`{where}` must be JSON, but got a {type(value).__name__}"

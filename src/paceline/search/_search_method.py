@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from paceline._base.arguments_and_errors import PicklableError
-from paceline.search._hyperparameter_space import Rng, Space, SpaceError
+from paceline._base.arguments_and_errors import PicklableError, Rng
+from paceline.search._hyperparameter_kinds import SpaceError
+from paceline.search._hyperparameter_space import Space
 
 
 class SearchMethodError(PicklableError, RuntimeError):
@@ -95,7 +96,7 @@ class Exited(msgspec.Struct, frozen=True, tag="exited", kw_only=True):
 
 
 class Proposed(msgspec.Struct, frozen=True, tag="proposed", kw_only=True):
-    """Input: the hyperparameters of a trial that the search has asked for.
+    """Input: the hyperparameters of a trial, as asked for by the search.
 
     `hparams` of None means the search's own draw at random. With `is_fallback` it stands in for an
     answer that was wrong, late or missing; `why` says which. `note` is the sampler's, as JSON.
@@ -360,7 +361,7 @@ class TrialMaker:
         return self._make(self.space.decode(shares), parent)
 
     def one_of(self, values: Sequence[str]) -> str:
-        """Return one of the values, drawn at random."""
+        """Return a value, drawn at random."""
         return values[self._rng.integer(0, len(values) - 1)]
 
     def _make(self, hparams: dict[str, Any], parent: str | None = None) -> Create:
@@ -494,7 +495,7 @@ class SearchConfig(ABC):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Return the metrics that a report must have."""
+        """Return the metrics of a complete report."""
         return tuple(each.metric for each in self.objectives) or (self.metric,)
 
     def signed(self, values: Sequence[float]) -> tuple[float, ...]:

@@ -1,16 +1,14 @@
 """Files of a checkpoint: safe walks, durable writes, digests, and the committing manifest."""
 
 import errno
-import hashlib
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
-from uuid import UUID, uuid4, uuid5
 
 import msgspec
 import xxhash
@@ -143,7 +141,7 @@ def remove_below(directory: int, name: str) -> None:
 
 
 def newest_change(directory: int) -> float:
-    """Return the time of the last change of a directory and anything below it.
+    """Return the time of the last change of a directory and its contents.
 
     In seconds since the epoch.
     """
@@ -152,7 +150,7 @@ def newest_change(directory: int) -> float:
 
 
 def sync_directories(directory: int) -> None:
-    """Force the entries of a directory, and of all directories below it, to disk."""
+    """Force the entries of a directory, and of all directories below, to disk."""
     for found in walk_below(directory):
         if stat.S_ISDIR(found.facts.st_mode):
             with opened_below(found.parent, found.name) as below:
@@ -194,7 +192,7 @@ FIRST_STATE_VERSION = 4
 
 
 def check_state_version(owner: str, version: Any, writer: str = "") -> None:
-    """Refuse a state that this version of Paceline neither takes nor upgrades.
+    """Refuse a state unfit for this version of Paceline, and for an upgrade.
 
     Args:
         owner: The state in words, which begin the message.
@@ -600,62 +598,6 @@ def copy_stream(
     return FileEntry(size, hasher.hexdigest())
 
 
-def move_files_up(own: int, directory: int, entries: Mapping[str, FileEntry]) -> None:
-    """Move a rank's files to where the checkpoint has them.
-
-    If two ranks use one name at the same time, the commit notices.
-
-    Args:
-        own: The descriptor of the rank's directory.
-        directory: The directory of the checkpoint.
-        entries: The files.
-    """
-    folders = {""}
-    for name, entry in entries.items():
-        folder, _, last = name.rpartition("/")
-        try:
-            with made_below(directory, folder) as target, opened_below(own, folder) as source:
-                if _is_there(target, last, name, entry):
-                    continue
-                faults.reach("storage.before_move")
-                os.rename(last, last, src_dir_fd=source, dst_dir_fd=target)
-        except (IsADirectoryError, NotADirectoryError, NotRegularFileError) as error:
-            # Another rank may have made it since it was looked at.
-            is_file = isinstance(error, IsADirectoryError)
-            other = "a directory of" if is_file else "below the file of"
-            raise FileExistsError(
-                "What several ranks store must be a file or a directory on all of them, but"
-                f" {name!r} is {other} another rank."
-            ) from error
-        # All but the checkpoint's own directory.
-        folders.update(str(path) for path in PurePosixPath(name).parents[:-1])
-    empty_directory(own)
-    # Folders of this rank only: directories of other ranks come and go meanwhile.
-    for folder in folders:
-        with opened_below(directory, folder) as each:
-            os.fsync(each)
-
-
-def _is_there(target: int, last: str, name: str, entry: FileEntry) -> bool:
-    """Return whether a file is in a directory already.
-
-    Raises:
-        FileExistsError: Another one is.
-    """
-    try:
-        mode = os.stat(last, dir_fd=target, follow_symlinks=False).st_mode
-    except FileNotFoundError:
-        return False
-    if stat.S_ISREG(mode):
-        with open_regular_below(target, last) as file:
-            if digest_stream(file) == entry:
-                return True
-    raise FileExistsError(
-        "Files that several ranks store must have different names or the same content, but"
-        f" another {name!r} is there already."
-    )
-
-
 def _piece(num_bytes: int | None, num_read: int) -> int:
     return _CHUNK_BYTES if num_bytes is None else min(_CHUNK_BYTES, num_bytes - num_read)
 
@@ -775,39 +717,3 @@ def _is_full(root: Path) -> bool:
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-_UUID_DIGEST_BYTES = 6
-
-
-def new_uuid(cluster_id: str = "", trial_id: int | None = None) -> str:
-    """Return a new UUID; for a trial of a master, version 8 with the trial's digest at its end."""
-    if not cluster_id or trial_id is None:
-        return str(uuid4())
-    return _with_end(uuid4(), _digest(cluster_id, trial_id))
-
-
-def series_uuid(first: str, number: int) -> str:
-    """Return one of many UUIDs that follow from a new one, for the same trial."""
-    series = UUID(first)
-    uuid = uuid5(series, str(number))
-    return str(uuid) if series.version != 8 else _with_end(uuid, series.bytes[-_UUID_DIGEST_BYTES:])
-
-
-def is_of_other_trial(uuid: str, cluster_id: str, trial_id: int) -> bool:
-    """Return whether a name can only belong to another trial's checkpoint."""
-    try:
-        found = UUID(uuid)
-    except ValueError:
-        return False
-    return found.version == 8 and found.bytes[-_UUID_DIGEST_BYTES:] != _digest(cluster_id, trial_id)
-
-
-def _digest(cluster_id: str, trial_id: int) -> bytes:
-    return hashlib.sha256(f"{cluster_id}.{trial_id}".encode()).digest()[:_UUID_DIGEST_BYTES]
-
-
-def _with_end(uuid: UUID, end: bytes) -> str:
-    data = bytearray(uuid.bytes[:-_UUID_DIGEST_BYTES] + end)
-    data[6] = data[6] & 0x0F | 0x80
-    return str(UUID(bytes=bytes(data)))

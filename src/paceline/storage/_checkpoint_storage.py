@@ -1,5 +1,6 @@
-"""Base class of checkpoint storages, the storage at a URL or path, and retention rules."""
+"""Base class of checkpoint storages, the storage at a URL or path, retention rules, UUIDs."""
 
+import hashlib
 import os
 import re
 import time
@@ -12,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import quote, unquote, urlsplit
-from uuid import UUID
+from uuid import UUID, uuid4, uuid5
 
 import msgspec
 
@@ -90,7 +91,7 @@ class CheckpointStorage(ABC):
         return self
 
     def probe(self) -> None:
-        """Write, read and delete something small; a storage that only offers reading reads.
+        """Write, read and delete something small; a read-only storage reads.
 
         Raises:
             CheckpointError: The storage does not do so.
@@ -798,3 +799,39 @@ def _shared_path(host_path: Path, storage_path: str | None) -> Path:
             f" but got {storage_path!r}."
         )
     return path
+
+
+_UUID_DIGEST_BYTES = 6
+
+
+def new_uuid(cluster_id: str = "", trial_id: int | None = None) -> str:
+    """Return a new UUID; for a trial of a master, version 8 with the trial's digest at its end."""
+    if not cluster_id or trial_id is None:
+        return str(uuid4())
+    return _with_end(uuid4(), _digest(cluster_id, trial_id))
+
+
+def series_uuid(first: str, number: int) -> str:
+    """Return a UUID derived from a new UUID by a number, for the same trial."""
+    series = UUID(first)
+    uuid = uuid5(series, str(number))
+    return str(uuid) if series.version != 8 else _with_end(uuid, series.bytes[-_UUID_DIGEST_BYTES:])
+
+
+def is_of_other_trial(uuid: str, cluster_id: str, trial_id: int) -> bool:
+    """Return whether a name can only belong to another trial's checkpoint."""
+    try:
+        found = UUID(uuid)
+    except ValueError:
+        return False
+    return found.version == 8 and found.bytes[-_UUID_DIGEST_BYTES:] != _digest(cluster_id, trial_id)
+
+
+def _digest(cluster_id: str, trial_id: int) -> bytes:
+    return hashlib.sha256(f"{cluster_id}.{trial_id}".encode()).digest()[:_UUID_DIGEST_BYTES]
+
+
+def _with_end(uuid: UUID, end: bytes) -> str:
+    data = bytearray(uuid.bytes[:-_UUID_DIGEST_BYTES] + end)
+    data[6] = data[6] & 0x0F | 0x80
+    return str(UUID(bytes=bytes(data)))

@@ -580,7 +580,7 @@ def read_file(path: Path, *, unpickle: bool) -> Any:
 
 
 def _read_dcp(directory: Path, *, unpickle: bool) -> dict[str, dict[str, Any]]:
-    from paceline._training.engine.checkpoints.stored_tensors import DcpFiles
+    from paceline._training.engine.checkpoints.dcp_files import DcpFiles
 
     contents: dict[str, dict[str, Any]] = {}
     for file, name, value in DcpFiles(directory).values():

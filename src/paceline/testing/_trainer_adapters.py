@@ -1,35 +1,32 @@
 """Verification of other trainers' commands: adapters, and straight, killed and resumed runs."""
 
-import csv
-import json
 import logging
-import math
 import os
 import re
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from paceline.testing._compare_runs import UnreadableFileError, difference_kind, read_file
-from paceline.testing._verify_resume import MIN_REPLAYED_STEPS, Script, ScriptEnd, start_script
+from paceline.testing._script_runs import (
+    EndedRun,
+    Rows,
+    Script,
+    ScriptEnd,
+    Stamps,
+    file_stamps,
+    read_logs,
+    start_script,
+)
+from paceline.testing._verify_resume import MIN_REPLAYED_STEPS
 
 _LOOK_S = 0.05
 _WRITING_S = 5
-_STEP = re.compile(r"(?:step|checkpoint|iter|iteration)[-_=]?(\d+)")
-_STEP_KEYS = ("global_step", "step", "steps_completed", "iteration", "iter", "epoch")
-_LOGGED = r"(?P<name>[\w/.]*(?:loss|lr|learning_rate|grad_norm|perplexity))['\"]?\s*[:= ]\s*['\"]?"
-_LOGGED_VALUE = re.compile(_LOGGED + r"(?P<value>-?\d[\d.]*(?:e[+-]?\d+)?|nan|inf)", re.IGNORECASE)
-_LOGGED_STEP = re.compile(r"\b(?:global_)?(?:step|iter|iteration)['\"]?\s*[:= ]\s*(\d+)")
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-_LARGEST_LOG = 100_000_000
-
-Stamps = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,24 +117,9 @@ def _is_whole(path: Path) -> bool:
     return False
 
 
-def file_stamps(root: Path) -> Stamps:
-    """Return size and time of change of a directory's files, without links and hidden ones."""
-    stamps: Stamps = {}
-    for parent, directories, names in os.walk(root):
-        directories[:] = [name for name in directories if not name.startswith(".")]
-        for name in names:
-            path = os.path.join(parent, name)
-            with suppress(OSError):
-                if not os.path.islink(path):
-                    status = os.stat(path)
-                    stamp = (status.st_size, status.st_mtime_ns)
-                    stamps[os.path.relpath(path, root)] = stamp
-    return stamps
-
-
 @dataclass(slots=True)
 class CheckpointWatch:
-    """Observer of the checkpoints that a script writes.
+    """Observer of the checkpoints of a running script.
 
     Attributes:
         root: The directory of the run.
@@ -190,7 +172,7 @@ class CheckpointWatch:
         return time.monotonic() - self._began
 
     def new_files(self) -> Stamps:
-        """Return the files that the script wrote or changed."""
+        """Return the files written or changed by the script."""
         found = file_stamps(self.root).items()
         return {path: stamp for path, stamp in found if self._start.get(path) != stamp}
 
@@ -211,82 +193,7 @@ class CheckpointWatch:
         return any(time.time_ns() - at < _WRITING_S * 1_000_000_000 for at in newest)
 
 
-def checkpoint_step(checkpoint: str, content: Any = None) -> int | None:
-    """Return a checkpoint's step by its name or its content; None if neither tells."""
-    found = _STEP.findall(checkpoint)
-    if found:
-        return int(found[-1])
-    if isinstance(content, Mapping):
-        for key in _STEP_KEYS:
-            if type(content.get(key)) is int:
-                return int(content[key])
-    return None
-
-
 # ---- logs ------------------------------------------------------------------------------------
-
-Rows = dict[int, dict[str, Any]]
-
-
-def read_logs(root: Path, files: Stamps, output: Path) -> Rows:
-    """Return logged values without timings by step and `file:name`; later files count."""
-    rows: Rows = {}
-    for path in sorted(files, key=lambda one: files[one][1]):
-        if files[path][0] < _LARGEST_LOG:
-            # A log may be cut within a line, or be of another kind.
-            with suppress(OSError, ValueError, csv.Error):
-                _take_rows(rows, Path(path).name, _log_rows(root / path))
-    _take_rows(rows, "output", _output_rows(output))
-    return rows
-
-
-def _log_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    if path.name == "trainer_state.json":
-        yield from json.loads(path.read_bytes())["log_history"]
-    elif path.suffix == ".csv":
-        with path.open(newline="") as file:
-            yield from csv.DictReader(file)
-    elif path.suffix == ".jsonl":
-        for line in path.read_bytes().splitlines():
-            yield json.loads(line)
-
-
-def _output_rows(output: Path) -> Iterator[Mapping[str, Any]]:
-    for line in re.split(r"[\r\n]", _ESCAPES.sub("", output.read_text(errors="replace"))):
-        step = _LOGGED_STEP.search(line)
-        if step is not None:
-            found = {one["name"]: one["value"] for one in _LOGGED_VALUE.finditer(line)}
-            yield {**found, "step": step[1]}
-
-
-def _take_rows(rows: Rows, source: str, found: Iterable[Any]) -> None:
-    for row in found:
-        step = next((row[key] for key in _STEP_KEYS if row.get(key) not in (None, "")), None)
-        if step is None or not str(step).isdigit():
-            continue
-        for name, value in row.items():
-            number = _number(value)
-            is_timing = difference_kind(str(name)) == "timing"
-            if number is not None and name not in _STEP_KEYS and not is_timing:
-                rows.setdefault(int(step), {})[f"{source}:{name}"] = number
-
-
-def _number(value: Any) -> float | None:
-    with suppress(TypeError, ValueError):
-        return float(value)
-    return None
-
-
-def loss_distance(left: Rows, right: Rows) -> float | None:
-    """Return the largest relative distance of two runs' logged losses; None without losses."""
-    distances = [0.0] if any("loss" in name for row in left.values() for name in row) else []
-    for step in left.keys() & right.keys():
-        for name in left[step].keys() & right[step].keys():
-            a, b = left[step][name], right[step][name]
-            if "loss" in name and not (a == b or (math.isnan(a) and math.isnan(b))):
-                distance = abs(a - b) / max(abs(a), abs(b))
-                distances.append(math.inf if math.isnan(distance) else distance)
-    return max(distances, default=None)
 
 
 logger = logging.getLogger(__name__)
@@ -308,38 +215,9 @@ class NoVerdictError(Exception):
         self.result: Result = result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedRun:
-    """Run at its end: its files, its complete checkpoints, its logged values."""
-
-    path: Path
-    checkpoints: Mapping[str, Stamps]
-    rows: Rows
-    has_steps: bool = True
-    problem: str = ""
-
-    def files(self, checkpoint: str) -> dict[str, Path]:
-        """Return the files of a checkpoint by their names within it."""
-        names = self.checkpoints[checkpoint]
-        return {
-            name.removeprefix(checkpoint).lstrip("/") or Path(name).name: self.path / name
-            for name in names
-        }
-
-    def step(self, checkpoint: str, *, unpickle: bool) -> int | None:
-        """Return the step of a checkpoint, by its name or its content."""
-        content, files = None, self.files(checkpoint)
-        if not self.has_steps:
-            return None
-        if checkpoint_step(checkpoint) is None and len(files) == 1:
-            with suppress(UnreadableFileError):
-                content = read_file(next(iter(files.values())), unpickle=unpickle)
-        return checkpoint_step(checkpoint, content)
-
-
 @dataclass(slots=True, kw_only=True)
 class CommandRuns:
-    """The runs of a command, each in the same working directory, one after the other.
+    """Runs of a command, in turn, each in the same working directory.
 
     Attributes:
         script: The command.
@@ -614,7 +492,7 @@ class CommandRuns:
         earlier: Rows,
         problem: str = "",
     ) -> EndedRun:
-        """Move the working directory away, and return the run that ended in it."""
+        """Move the working directory away, and return the ended run."""
         run = self._run(
             watch, adapter, read_logs(self.place, watch.new_files(), self.place / f"{label}.log")
         )
@@ -653,7 +531,7 @@ def _too_late(num_checkpoints: int) -> NoVerdictError:
 
 @dataclass(slots=True)
 class _Kill:
-    """Condition of the kill: so many checkpoints, and some time since the newest one."""
+    """Condition of the kill: a number of checkpoints, and some time since the newest."""
 
     watch: CheckpointWatch
     adapter: TrainerAdapter

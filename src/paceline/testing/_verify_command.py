@@ -20,17 +20,14 @@ from paceline.testing._compare_runs import (
     state_rank,
     without_ignored,
 )
+from paceline.testing._script_runs import EndedRun, Script, checkpoint_step, loss_distance
 from paceline.testing._trainer_adapters import (
     ADAPTERS,
     CommandRuns,
-    EndedRun,
     NoVerdictError,
     Result,
     TrainerAdapter,
-    checkpoint_step,
-    loss_distance,
 )
-from paceline.testing._verify_resume import Script
 
 Level = Literal["strict", "standard", "relaxed"]
 
@@ -249,7 +246,7 @@ def _check_options(
 
 
 def _compare(straight: EndedRun, resumed: EndedRun, *, unpickle: bool) -> list[Difference]:
-    """Return the differences of two runs, the first one first."""
+    """Return the differences of two runs, the earliest first."""
     if resumed.problem:
         detail = f"the resumed start failed: {resumed.problem}"
         return [Difference(place="run", path="", detail=detail, kind=_RESUME)]
@@ -275,7 +272,7 @@ def _compare(straight: EndedRun, resumed: EndedRun, *, unpickle: bool) -> list[D
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:
-    """Return a key that puts checkpoint-20 before checkpoint-100."""
+    """Return a key to sort checkpoint-20 before checkpoint-100."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 

@@ -1,33 +1,15 @@
-"""Resume check: script runs with and without faults, their comparison, and a verdict."""
+"""Resume check: runs with and without faults, their comparison, and a verdict."""
 
 import fcntl
 import json
 import logging
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-import psutil
-
-from paceline import faults
-from paceline._base.process_and_network import num_cores
-from paceline._base.run_directory import Control, RunDirectory
-from paceline._training.workers.processes.templates import TemplateError, template_of_scripts
-from paceline._training.workers.processes.worker_process import (
-    THREADS_MARK,
-    THREADS_VARIABLE,
-    WorkerSpec,
-)
 from paceline.testing._compare_runs import (
     Difference,
     FaultMissedError,
@@ -39,223 +21,13 @@ from paceline.testing._compare_runs import (
     first_difference_before,
     read_run_facts,
 )
-
-# Variables of the verifying process: the script must not inherit them.
-_REMOVED = (
-    "PACELINE_RUN_DIR",
-    "PACELINE_RESUME",
-    faults.FAULT_VARIABLE,
-    faults.FAULT_LOG_VARIABLE,
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+from paceline.testing._script_runs import (
+    Script,
+    ScriptEnd,
+    num_threads,
+    prepare_script_directory,
+    start_script,
 )
-_POLL_S = 0.02
-_TAIL_LINES = 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
-    """Command, directory and environment to start a script.
-
-    Attributes:
-        command: A script and its arguments, or a whole command line.
-        num_workers: How many workers Paceline's launcher starts; one runs without it.
-        environment: Variables on top of this process's.
-        links: A directory whose entries each run finds in its own directory; None for none.
-        timeout_s: How long one start may take, in seconds.
-    """
-
-    command: tuple[str, ...]
-    num_workers: int
-    environment: Mapping[str, str]
-    links: Path | None
-    timeout_s: float
-
-    def words(self) -> list[str]:
-        """Return the command line."""
-        first, *rest = self.command
-        if Path(first).is_file() and first.endswith(".py"):
-            first = str(Path(first).absolute())
-        if self.num_workers > 1:
-            launcher = [sys.executable, "-m", "paceline.launch.torch_distributed"]
-            return [*launcher, "--nproc-per-node", str(self.num_workers), "--", first, *rest]
-        is_python = first.endswith(".py") or first == "-m"
-        return [*([sys.executable] if is_python else []), first, *rest]
-
-    def variables(self) -> dict[str, str]:
-        """Return the environment of every start."""
-        variables = {name: value for name, value in os.environ.items() if name not in _REMOVED}
-        # Fixed number of threads: with another number, sums may have other bits.
-        threads = str(max(1, num_cores() // self.num_workers))
-        if THREADS_VARIABLE not in variables:
-            variables |= {THREADS_VARIABLE: threads, THREADS_MARK: threads}
-        # As for trials, so that workers too can be forks of a process that has loaded torch.
-        variables.setdefault("PYTHONUNBUFFERED", "1")
-        return variables | dict(self.environment)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptEnd:
-    """End of a script's start: exit code, output and notes of faults.
-
-    Attributes:
-        code: The exit code; None if it took too long and was ended.
-        output: The file with its output.
-        notes: Its processes' notes on faults, in order.
-    """
-
-    code: int | None
-    output: Path
-    notes: list[dict[str, Any]]
-
-    def tail(self) -> str:
-        """Return the last lines of the output."""
-        lines = self.output.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-_TAIL_LINES:])
-
-    @property
-    def hits(self) -> list[dict[str, Any]]:
-        """Notes of the faults with an effect."""
-        return [note for note in self.notes if note["event"] == "fault"]
-
-
-def prepare_script_directory(script: Script, directory: Path) -> None:
-    """Make a run's directory, with links to the files the script may read by relative paths."""
-    directory.mkdir(parents=True)
-    for entry in script.links.iterdir() if script.links is not None else ():
-        # A link to a directory above this one would contain itself.
-        if entry.name != "paceline_runs" and entry.absolute() not in directory.absolute().parents:
-            (directory / entry.name).symlink_to(entry.absolute())
-
-
-def start_script(
-    script: Script,
-    directory: Path,
-    label: str,
-    *,
-    fault: str | None = None,
-    resume: Path | None = None,
-    kill_when: Callable[[], bool] | None = None,
-) -> ScriptEnd:
-    """Run the script in `directory` to its end.
-
-    Args:
-        script: The script to run.
-        directory: Where; made by `prepare_script_directory`.
-        label: Part of the names of this start's files.
-        fault: The content of `PACELINE_FAULT`.
-        resume: The run directory to resume.
-        kill_when: Called again and again; if true, all processes of the script are killed.
-    """
-    output, log = directory / f"{label}.log", directory / f"{label}.faults"
-    variables = script.variables() | {faults.FAULT_LOG_VARIABLE: str(log.absolute())}
-    if fault is not None:
-        variables[faults.FAULT_VARIABLE] = fault
-    if resume is not None:
-        variables["PACELINE_RESUME"] = str(resume)
-    spec = WorkerSpec(command=script.words(), environment=variables, working_directory=directory)
-    with output.open("wb") as file, ThreadPoolExecutor(1) as waiter:
-        pid, wait, reap = _start_process(spec, file)
-        end = waiter.submit(wait)
-        try:
-            code = _wait_for_script(end, script.timeout_s, directory, log, kill_when)
-        finally:
-            _kill_processes(pid)
-            end.result()
-            reap()
-    return ScriptEnd(code=code, output=output, notes=list(_read_notes(log)))
-
-
-def _start_process(
-    spec: WorkerSpec, file: IO[bytes]
-) -> tuple[int, Callable[[], int], Callable[[], object]]:
-    """Start a script in a session of its own; return its id, how to wait for it and to reap it.
-
-    The script is a fork of a process that has loaded torch, unless it would see a difference.
-    """
-    try:
-        template = template_of_scripts(spec.environment)
-        if template.difference(spec, spec.environment) is None:
-            forked = template.start_script(spec, file.fileno())
-            return forked.pid, lambda: _exit_code(*forked.await_end()), forked.reap
-    except TemplateError as error:
-        logger.debug("The script starts as a new interpreter: %s.", error)
-    process = subprocess.Popen(
-        spec.command,
-        cwd=spec.working_directory,
-        env=spec.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=file,
-        stderr=subprocess.STDOUT,
-        # The end of its whole process group must not hit this process.
-        start_new_session=True,
-    )
-    return process.pid, process.wait, process.wait
-
-
-def _exit_code(code: int, signum: int | None) -> int:
-    return code if signum is None else -signum
-
-
-def _wait_for_script(
-    end: Future[int],
-    timeout_s: float,
-    directory: Path,
-    log: Path,
-    kill_when: Callable[[], bool] | None,
-) -> int | None:
-    """Wait for the end; processes stopped by a fault get a pause request and are continued."""
-    deadline = time.monotonic() + timeout_s
-    continued: set[int] = set()
-    while not end.done() and time.monotonic() < deadline:
-        stopping = {note["pid"] for note in _read_notes(log) if note["signal"] == "STOP"}
-        continued |= {pid for pid in stopping - continued if _pause_script(pid, directory)}
-        if kill_when is not None and kill_when():
-            return None
-        time.sleep(_POLL_S)
-    return end.result() if end.done() else None
-
-
-def _pause_script(pid: int, directory: Path) -> bool:
-    """Request a pause of a stopped process and continue the process; return whether stopped."""
-    path = find_run(directory)
-    # The process may end meanwhile.
-    with suppress(psutil.NoSuchProcess):
-        if path is None or psutil.Process(pid).status() != psutil.STATUS_STOPPED:
-            return False
-        # Before it continues, so that it meets the request at once.
-        RunDirectory(path).write_control(Control(should_preempt=True))
-        os.kill(pid, signal.SIGCONT)
-    return True
-
-
-def _kill_processes(pid: int) -> None:
-    """Kill the remaining processes: all after a timeout, else loader processes left behind."""
-    with suppress(psutil.NoSuchProcess):
-        # Descendants one by one: `killpg` misses those in a process group of their own.
-        for child in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _read_notes(log: Path) -> Iterator[dict[str, Any]]:
-    if log.exists():
-        # A line that crosses a page of the file can be seen in part while it is written.
-        whole, _, _ = log.read_bytes().rpartition(b"\n")
-        for line in whole.splitlines():
-            yield json.loads(line)
-
-
-def num_threads(notes: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Return each rank's last noted number of threads."""
-    return {note["rank"]: note["threads"] for note in notes if note["threads"] is not None}
-
 
 FaultKind = Literal["kill", "preempt", "pause"]
 

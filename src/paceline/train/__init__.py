@@ -18,11 +18,14 @@ from paceline._training.workers.worker_failures import (
     WorkerFailedError,
     WorkersLostError,
 )
-from paceline.train._run_protocol import Checkpoint, IncompleteCheckpointError, Report, Results
+from paceline.train._run_protocol import Checkpoint
 from paceline.train._run_reports import (
+    IncompleteCheckpointError,
     JsonLinesCallback,
     PrintCallback,
     ProgressCallback,
+    Report,
+    Results,
     TensorBoardCallback,
     TrainingCallback,
 )
@@ -57,7 +60,8 @@ from paceline.train._trainer import ClassWorkers, Trainer
 from paceline.train._trainer_arguments import CheckpointStrategy, ElasticConfig, TorchConfig
 
 if TYPE_CHECKING:
-    from paceline.train._study import SearchResults, Study, StudyTrial, TrialResult, search
+    from paceline.train._search import SearchResults, TrialResult, search
+    from paceline.train._study import Study, StudyTrial
 
 __all__ = [
     "Checkpoint",
@@ -123,11 +127,11 @@ show_public_errors(__name__, globals())
 __getattr__ = late_names(
     __name__,
     {
-        "SearchResults": "_study",
+        "SearchResults": "_search",
         "Study": "_study",
         "StudyTrial": "_study",
-        "TrialResult": "_study",
-        "search": "_study",
+        "TrialResult": "_search",
+        "search": "_search",
     },
 )
 

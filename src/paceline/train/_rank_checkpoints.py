@@ -19,10 +19,10 @@ from paceline import faults
 from paceline._base.journal_records import decode_value
 from paceline._base.run_directory import RunDirectory
 from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver, KeptCheckpoints
-from paceline._training.engine.checkpoints.sharded_state import StateInPieces
 from paceline._training.engine.checkpoints.state_files import (
     MAX_DEPTH,
     MAX_DIGITS,
+    StateInPieces,
     is_storable,
     is_too_large,
     kind_of,

@@ -25,7 +25,8 @@ from paceline._training.engine.checkpoints.models_and_optimizers import (
     restore_generators,
 )
 from paceline._training.engine.devices import parameters_of
-from paceline._training.engine.gradient_sync import GradientSync, has_stored_tensors
+from paceline._training.engine.gradient_reduction import has_stored_tensors
+from paceline._training.engine.gradient_sync import GradientSync
 from paceline._training.engine.profiling import WAIT, WHOLE, StepThroughput
 from paceline._training.engine.rank_differences import (
     RankCheck,

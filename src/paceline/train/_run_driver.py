@@ -6,8 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from importlib import import_module
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,62 +14,47 @@ from paceline import core
 from paceline._base.gpus import num_visible_gpus
 from paceline._base.process_and_network import num_cores
 from paceline._base.run_directory import JournalKey, RunDirectory
+from paceline._training.workers.pickled_calls import InWorker
 from paceline._training.workers.processes.worker_output import WorkerOutput
 from paceline._training.workers.processes.worker_process import HorovodRendezvous, launcher_shards
 from paceline._training.workers.ray.cluster import dealt
 from paceline._training.workers.run import Run
 from paceline._training.workers.worker_failures import RestartPolicy
 from paceline._training.workers.worker_pools import InlinePool, JoinedPool, PendingCall, WorkerPool
-from paceline._training.workers.workers import ElasticLimits, Workers, most_startable
+from paceline._training.workers.worker_settings import most_startable
+from paceline._training.workers.workers import ElasticLimits, Workers
 from paceline.core._arguments import GivenUpError, searched_metrics
 from paceline.core._attempt_journal import describe_error, outcome_of, record_failed_end
-from paceline.core._distributed_context import DistributedContext
 from paceline.core._read_runs import storage_at
 from paceline.core._run_directories import OpenedRun
-from paceline.core._run_storage import check_shared_storage, discard_unfinished
-from paceline.core._trackers_and_tensorboard import Tracker
-from paceline.storage._checkpoint_storage import CheckpointStorage, storage_from
+from paceline.core._run_storage import discard_unfinished
+from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.train._run_protocol import (
     Checkpoint,
-    IncompleteCheckpointError,
     Instance,
     Job,
     PreemptionWatch,
     RankOutcome,
-    Report,
-    Results,
     RunSpec,
     StoredAt,
+)
+from paceline.train._run_reports import (
+    IncompleteCheckpointError,
+    Report,
+    Results,
+    RunFollower,
     check_saves,
     warn_of_reports,
     warn_of_tuples,
 )
-from paceline.train._run_reports import RunFollower, TrainingCallback
-from paceline.train._trainer_arguments import CheckpointStrategy, TrainWorkerSettings
+from paceline.train._trainer_arguments import (
+    RunRequest,
+    TrainWorkerSettings,
+    check_storage,
+    joined_limits,
+)
 
 logger = logging.getLogger(__name__)
-
-
-class InWorker:
-    """Reference to a worker's function by module and name.
-
-    The driver does not import its module, as that may load torch.
-
-    Args:
-        module: The module.
-        name: The function.
-        func: A function of the user's that it is to call, whose script's names the worker needs.
-    """
-
-    def __init__(self, module: str, name: str, func: Any = None) -> None:
-        self._module = module
-        self._name = name
-        # The pool looks for it under the name that `functools.partial` has for it.
-        self.func = func
-
-    def __call__(self, *args: Any) -> Any:
-        """Call the function."""
-        return getattr(import_module(self._module), self._name)(*args)
 
 
 T = TypeVar("T")
@@ -99,7 +83,7 @@ class TrainWorkers(Workers[WorkerPool]):
         self.facts: Sequence[Any] = ()
         self._horovod: HorovodRendezvous | None = None
         if settings.cluster == "joined":
-            settings.limits = _joined_limits(settings.num_workers)
+            settings.limits = joined_limits(settings.num_workers)
         limits = settings.limits or ElasticLimits.of(1)
         self.output = WorkerOutput(limits.most > 1)
         super().__init__(limits, self._new_pool, hint="ElasticConfig(max_wait_s=...).")
@@ -172,7 +156,7 @@ class TrainWorkers(Workers[WorkerPool]):
             func = job.function.kind if is_class else job.function
             arguments = (job,)
         elif self._joined_pool is not None:
-            _check_storage(self._joined_pool.distributed, job.spec)
+            check_storage(self._joined_pool.distributed, job.spec)
         elif not is_class:
             name = "run_in_driver"
             arguments = (job, self.settings.resources.gpus, on_report)
@@ -263,58 +247,6 @@ class TrainWorkers(Workers[WorkerPool]):
             most = (num_visible_gpus() or num_cores()) if is_open else most_startable()
             capacity = max(self._limits.least, most)
         return capacity if ask is None else min(capacity, ask())
-
-
-def _joined_limits(num_asked_for: int) -> ElasticLimits:
-    num_workers = JoinedPool().num_workers
-    if num_asked_for != num_workers:
-        logger.warning(
-            "The launcher has started %d processes, each of which is one worker, however many"
-            " are asked for (%d).",
-            num_workers,
-            num_asked_for,
-        )
-    return ElasticLimits.of(num_workers)
-
-
-def _check_storage(distributed: DistributedContext, spec: RunSpec) -> None:
-    if not spec.storage_per_node:
-        check_shared_storage(storage_from(spec.storage), distributed)
-    # None begins to write before all know the files that were there already.
-    distributed.allgather(None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRequest:
-    """Arguments of `Trainer.run`.
-
-    Attributes:
-        function: The train function, or the instance of a class to make.
-        callbacks: The followers of the run.
-        trackers: Further displays of the run.
-        max_retries: How often workers may be lost.
-        config: The argument of the function.
-        dataset: The result of `get_dataset` in the function, if any.
-        checkpoint: The checkpoint to resume from, if there is one.
-        state: The same, if it is a state in memory.
-        strategy: Which checkpoints to keep.
-        is_seed_given: Whether the user has asked for a seed.
-        check_ranks: Whether workers are compared, see `Trainer`.
-        is_stepwise: Whether the function waits at each report until it may continue.
-    """
-
-    function: Callable[..., Any] | Instance
-    callbacks: Sequence[TrainingCallback]
-    trackers: Sequence[Tracker]
-    max_retries: float
-    config: dict[str, Any] | None = None
-    dataset: Any = None
-    checkpoint: Checkpoint | None = None
-    state: Any = None
-    strategy: CheckpointStrategy = CheckpointStrategy()
-    is_seed_given: bool = False
-    check_ranks: bool | tuple[str, ...] = True
-    is_stepwise: bool = False
 
 
 # All ranks have returned then, so parts can only be late on a slow file system, in seconds.

@@ -13,7 +13,7 @@ from paceline import core
 from paceline._base.arguments_and_errors import check_dictionary, integer, optional, ranks_to_check
 from paceline._base.imports import html_table, text_table
 from paceline._training.workers.ray.cluster import check_ray_data
-from paceline._training.workers.workers import checked_resources
+from paceline._training.workers.worker_settings import checked_resources
 from paceline.core._arguments import GivenUpError
 from paceline.core._run_directories import (
     OpenedRun,
@@ -24,14 +24,15 @@ from paceline.core._run_directories import (
     resuming_by,
 )
 from paceline.core._run_storage import GivenStorage, check_given_storage, given_storage
-from paceline.train._run_driver import RunDriver, RunRequest, TrainWorkers
-from paceline.train._run_protocol import Checkpoint, Instance, Results
-from paceline.train._run_reports import TrainingCallback
+from paceline.train._run_driver import RunDriver, TrainWorkers
+from paceline.train._run_protocol import Checkpoint, Instance
+from paceline.train._run_reports import Results, TrainingCallback
 from paceline.train._stepwise_and_class_runs import ClassRun, RunIterator, StepwiseRun, as_ranks
 from paceline.train._trainer_arguments import (
     NOT_GIVEN,
     CheckpointStrategy,
     ElasticConfig,
+    RunRequest,
     TorchConfig,
     TrainWorkerSettings,
     check_class_callbacks,

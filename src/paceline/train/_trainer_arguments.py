@@ -1,6 +1,7 @@
-"""Arguments of a trainer: config classes, checks, chosen settings, data sets for `run`."""
+"""Arguments of a trainer and of `run`: config classes, checks, chosen settings, data sets."""
 
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,18 +14,31 @@ from paceline import core
 from paceline._base.arguments_and_errors import count, one_of
 from paceline._base.gpus import num_visible_gpus
 from paceline._training.workers.ray.cluster import RayShards, is_ray_dataset
-from paceline._training.workers.workers import (
-    ElasticLimits,
+from paceline._training.workers.worker_pools import JoinedPool
+from paceline._training.workers.worker_settings import (
     WorkerResources,
     WorkerSettings,
     chosen_cluster,
 )
+from paceline._training.workers.workers import ElasticLimits
 from paceline.core._arguments import NotOfferedError
+from paceline.core._distributed_context import DistributedContext
 from paceline.core._launcher_place import launched_place
-from paceline.core._trackers_and_tensorboard import as_trackers
+from paceline.core._run_storage import check_shared_storage
+from paceline.core._trackers_and_tensorboard import Tracker, as_trackers
 from paceline.data._dataset import Dataset, Fold, read
-from paceline.train._run_protocol import Checkpoint, Instance, current_session, is_pool_worker
+from paceline.storage._checkpoint_storage import storage_from
+from paceline.train._run_protocol import (
+    Checkpoint,
+    Instance,
+    RunSpec,
+    current_session,
+    is_pool_worker,
+)
 from paceline.train._run_reports import PrintCallback, ProgressCallback, RunLines, TrainingCallback
+
+logger = logging.getLogger(__name__)
+
 
 _COLLECTIVES = (None, "gloo", "nccl")
 
@@ -280,7 +294,7 @@ def split_callbacks(callbacks: Any) -> tuple[list[TrainingCallback], list[core.T
 def with_run_lines(
     callbacks: list[TrainingCallback], *, shows_reports: bool = True
 ) -> list[TrainingCallback]:
-    """Return callbacks of which one shows progress.
+    """Return callbacks, with a display of progress.
 
     Args:
         callbacks: The user's.
@@ -484,3 +498,57 @@ def _is_empty(data: Any) -> bool:
     except (AttributeError, TypeError):
         # A stream, or a data set of Ray.
         return False
+
+
+def joined_limits(num_asked_for: int) -> ElasticLimits:
+    """Return the limits under an outer launcher: as many workers as it has started processes."""
+    num_workers = JoinedPool().num_workers
+    if num_asked_for != num_workers:
+        logger.warning(
+            "The launcher has started %d processes, each of which is one worker, however many"
+            " are asked for (%d).",
+            num_workers,
+            num_asked_for,
+        )
+    return ElasticLimits.of(num_workers)
+
+
+def check_storage(distributed: DistributedContext, spec: RunSpec) -> None:
+    """Check that all ranks see one storage, before any rank writes to it."""
+    if not spec.storage_per_node:
+        check_shared_storage(storage_from(spec.storage), distributed)
+    # None begins to write before all know the files that were there already.
+    distributed.allgather(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """Arguments of `Trainer.run`.
+
+    Attributes:
+        function: The train function, or the instance of a class to make.
+        callbacks: The followers of the run.
+        trackers: Further displays of the run.
+        max_retries: How often workers may be lost.
+        config: The argument of the function.
+        dataset: The result of `get_dataset` in the function, if any.
+        checkpoint: The checkpoint to resume from, if there is one.
+        state: The same, if it is a state in memory.
+        strategy: Which checkpoints to keep.
+        is_seed_given: Whether the user has asked for a seed.
+        check_ranks: Whether workers are compared, see `Trainer`.
+        is_stepwise: Whether the function waits at each report until it may continue.
+    """
+
+    function: Callable[..., Any] | Instance
+    callbacks: Sequence[TrainingCallback]
+    trackers: Sequence[Tracker]
+    max_retries: float
+    config: dict[str, Any] | None = None
+    dataset: Any = None
+    checkpoint: Checkpoint | None = None
+    state: Any = None
+    strategy: CheckpointStrategy = CheckpointStrategy()
+    is_seed_given: bool = False
+    check_ranks: bool | tuple[str, ...] = True
+    is_stepwise: bool = False

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import func, select
 
 from paceline._cluster.master.api import checkpoint_routes as _checkpoint_routes
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline.storage import DirectoryStorage
 
 MARKUP = "<img src=x onerror=alert(1)>"
@@ -124,8 +124,8 @@ def test_deleting_tells_the_loss_takes_everything_and_gives_no_id_again(ended: A
     assert list(ended.home.logs_path.iterdir()) == []
     assert list(ended.home.attempts_path.iterdir()) == []
     with ended.core.database.read() as connection:
-        for table in tables.metadata.sorted_tables:
-            if table is tables.audit:
+        for table in user_tables.metadata.sorted_tables:
+            if table is user_tables.audit:
                 continue
             if table is tables.unrecorded:
                 continue  # that it was deleted is still to be recorded beside the database

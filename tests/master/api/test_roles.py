@@ -12,7 +12,7 @@ from fastapi.routing import iter_route_contexts
 from sqlalchemy import insert, update
 
 from paceline._cluster.master.api.route_scopes import PREFIX, TRACKER_PATHS
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 
 SECRET = "hush"
 UUID, DIGEST, RUN = "deadbeef-1", "ab" * 32, "run-of-lab"
@@ -426,7 +426,7 @@ def test_the_audit_log_says_who_did_what_to_which_object(lab: Any) -> None:
     lab.http.delete("/users/late")
     with pytest.raises(Exception, match="only added to"):
         lab.core.database.write(
-            lambda transaction: transaction.connection.execute(tables.audit.delete())
+            lambda transaction: transaction.connection.execute(user_tables.audit.delete())
         ).result()
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, update
 
-from paceline._cluster.master.store import experiment_list as _encoding_cache
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import api_models_from_rows as _encoding_cache
+from paceline._cluster.master.store import tables, user_tables
+from paceline._cluster.master.store.api_models_from_rows import EncodingCache
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.experiment_list import (
-    EncodingCache,
     ExperimentQuery,
     encode_experiments,
     list_rows,
@@ -61,7 +61,7 @@ def listed(tmp_path: Path) -> Iterator[Database]:
                "created_at": 1.0, "ended_at": 2.0}  # fmt: skip
         transaction.connection.execute(insert(tables.experiments), [row, row])
         lab = {"id": 2, "name": "lab", "created_at": 1.0}
-        transaction.connection.execute(insert(tables.projects).values(lab))
+        transaction.connection.execute(insert(user_tables.projects).values(lab))
 
     database.write(add).result()
     yield database

@@ -9,13 +9,13 @@ import pytest
 from sqlalchemy import insert, select, update
 
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.api_models_from_rows import trial_view
-from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.store.experiment_list import (
+from paceline._cluster.master.store.api_models_from_rows import (
     LISTED_TRIAL_COLUMNS,
     EncodingCache,
     encode_trials,
+    trial_view,
 )
+from paceline._cluster.master.store.database import Database
 
 # What each column of a trial may change to, and what the list tells of it then.
 _CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [

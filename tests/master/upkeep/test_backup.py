@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import insert
 
 from paceline._cluster.master.home_directory import Home, LostDatabaseError
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import user_tables
 from paceline._cluster.master.store.database import Database, DatabaseVersionError, Transaction
 from paceline._cluster.master.upkeep import backup as following
 from paceline._cluster.master.upkeep import restore as restoring
@@ -125,7 +125,7 @@ def test_a_second_backup_copies_only_what_has_changed(home: Path, tmp_path: Path
 
 def add_user(transaction: Transaction, *, number: int) -> None:
     values = {"name": f"name {number}", "password_hash": "x" * 4000, "changed_at": 0.0}
-    transaction.connection.execute(insert(tables.users).values(**values))
+    transaction.connection.execute(insert(user_tables.users).values(**values))
 
 
 def test_a_backup_of_a_home_at_work_holds_all_that_was_acknowledged(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from sqlalchemy import delete, func, insert, select
 from paceline._base.journal_files import JournalWriter
 from paceline._base.run_directory import JournalKey, RunInfo
 from paceline._cluster.master.home_directory import Home
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.recovery_rows import ALL, note_experiment
 from paceline._cluster.master.upkeep.rebuild import rebuild_database
@@ -64,25 +64,25 @@ def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) 
             "project_id": 1}  # fmt: skip
     wanted = {
         tables.documents: [rule],
-        tables.tokens: [token],
+        user_tables.tokens: [token],
         tables.nodes: [node | {"token_id": 3}],
         tables.pools: pools[:1],
         tables.drained_slots: slots[:2],
-        tables.quotas: [quota],
-        tables.reservations: [reservation],
+        user_tables.quotas: [quota],
+        user_tables.reservations: [reservation],
     }
 
     def change(transaction: Transaction) -> None:
         connection = transaction.connection
-        connection.execute(insert(tables.tokens).values(**token))
+        connection.execute(insert(user_tables.tokens).values(**token))
         connection.execute(insert(tables.nodes).values(**node, token_id=3))
         connection.execute(insert(tables.pools), pools)
         connection.execute(insert(tables.drained_slots), slots)
-        connection.execute(insert(tables.quotas).values(**quota))
+        connection.execute(insert(user_tables.quotas).values(**quota))
         for name in ("cost", "gone"):
             connection.execute(insert(tables.documents).values(**rule | {"name": name}))
         connection.execute(insert(tables.documents).values(**rule | {"kind": "notes"}))
-        connection.execute(insert(tables.reservations).values(**reservation))
+        connection.execute(insert(user_tables.reservations).values(**reservation))
 
     def delete_some(transaction: Transaction) -> None:
         connection = transaction.connection

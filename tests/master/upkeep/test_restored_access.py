@@ -16,7 +16,7 @@ from sqlalchemy import select
 from paceline._cluster.master.authentication import Passwords, SignIns, Tokens
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.store import database as database_module
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import user_tables
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.upkeep.backup import Backup
 from paceline._cluster.master.upkeep.backup_directories import BackupError
@@ -161,7 +161,7 @@ def test_links_to_people_are_those_of_the_old_home(damage: str, tmp_path: Path) 
 
     def linked(home: Path) -> dict[str, tuple[str | None, str | None]]:
         with at_work(home) as doors, doors.database.read() as connection:
-            columns = tables.users.c
+            columns = user_tables.users.c
             query = select(columns.name, columns.oidc_issuer, columns.oidc_subject)
             return {row[0]: (row[1], row[2]) for row in connection.execute(query)}
 

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import Row, delete, insert, or_, select, update
 
 from paceline._base.files import TOKEN_PREFIX, make_secret
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.reach import FIRST_USER
 from paceline._cluster.master.store.row_ids_and_counts import keep_ids, new_id
@@ -107,7 +107,7 @@ class SignedUrls:
         self._key = key
 
     def sign(self, method: str, path: str) -> str:
-        """Return the query that opens a path for a method, for a few hours."""
+        """Return the query to open a path for a method, for a few hours."""
         expires = int(time.time() + _URL_S)
         return f"expires={expires}&seal={self._seal(method, path, str(expires))}"
 
@@ -138,7 +138,7 @@ class SignInLinks:
         self._lock = threading.Lock()
 
     def make(self, user: str) -> tuple[str, float]:
-        """Return a new token that signs a user in, and its time of expiry."""
+        """Return a new token to sign a user in, and its time of expiry."""
         token, expires_at = secrets.token_urlsafe(32), time.time() + self._length_s
         with self._lock:
             # The oldest comes first; a loop that asks for links must not fill the memory.
@@ -155,7 +155,7 @@ class SignInLinks:
         return user if time.time() < expires_at else None
 
     def forget(self, user: str) -> None:
-        """Void the tokens that were made for a user."""
+        """Void the tokens made for a user."""
         with self._lock:
             self._expiry = {t: found for t, found in self._expiry.items() if found[1] != user}
 
@@ -268,14 +268,14 @@ class Passwords:
     def are_set(self) -> bool:
         """Return whether any user has a password."""
         with self._database.read() as connection:
-            query = select(tables.users.c.name).where(tables.users.c.password_hash != "")
+            query = select(user_tables.users.c.name).where(user_tables.users.c.password_hash != "")
             return connection.execute(query.limit(1)).first() is not None
 
     def set(self, user: str, password: str) -> "Future[None]":
         """Give a user a password and end the user's sign-ins; done with the future."""
         from argon2 import PasswordHasher
 
-        users, sign_ins = tables.users, tables.sign_ins
+        users, sign_ins = user_tables.users, user_tables.sign_ins
         hashed = PasswordHasher().hash(password)
 
         def job(transaction: Transaction) -> None:
@@ -334,7 +334,7 @@ class Passwords:
         from argon2.exceptions import Argon2Error, InvalidHashError
 
         with self._database.read() as connection:
-            users = tables.users.c
+            users = user_tables.users.c
             query = select(users.password_hash).where(users.name == user, users.is_active)
             # Empty without a password.
             stored = connection.execute(query).scalar() or None
@@ -356,7 +356,7 @@ class SignIns:
     def open(self, user: str, length_s: float = SIGN_IN_S) -> str:
         """Sign a user in and return the secret for the cookie; waits for the commit."""
         secret, now = secrets.token_urlsafe(32), time.time()
-        sign_ins, users = tables.sign_ins, tables.users.c
+        sign_ins, users = user_tables.sign_ins, user_tables.users.c
 
         def job(transaction: Transaction) -> None:
             connection = transaction.connection
@@ -372,7 +372,7 @@ class SignIns:
 
     def user_of(self, secret: str) -> str | None:
         """Return the user of a sign-in's secret, None for an unknown or expired secret."""
-        sign_ins = tables.sign_ins
+        sign_ins = user_tables.sign_ins
         query = select(sign_ins.c.user).where(
             sign_ins.c.digest == _digest(secret), sign_ins.c.expires_at > time.time()
         )
@@ -381,7 +381,7 @@ class SignIns:
 
     def close(self, secret: str) -> None:
         """End a sign-in; waits for the commit."""
-        sign_ins = tables.sign_ins
+        sign_ins = user_tables.sign_ins
 
         def job(transaction: Transaction) -> None:
             transaction.connection.execute(
@@ -455,7 +455,7 @@ class Tokens:
     def load(self) -> None:
         """Read all tokens again, after a change beside this object."""
         with self._lock, self._database.read() as connection:
-            rows = connection.execute(select(tables.tokens))
+            rows = connection.execute(select(user_tables.tokens))
             self._keep({row.digest: _stored(row) for row in rows})
 
     def create(
@@ -476,7 +476,7 @@ class Tokens:
         secret = make_secret(TOKEN_PREFIX)
         now = time.time()
         expires_at = None if expires_in_s is None else now + expires_in_s
-        columns = tables.tokens.c
+        columns = user_tables.tokens.c
 
         def job(transaction: Transaction) -> tuple[StoredToken, str]:
             connection = transaction.connection
@@ -492,13 +492,13 @@ class Tokens:
                     f" name, or revoke that token (`paceline token revoke {name}`)."
                 )
             token = StoredToken(
-                id=new_id(connection, tables.tokens), name=name, scope=scope, created_at=now,
+                id=new_id(connection, user_tables.tokens), name=name, scope=scope, created_at=now,
                 expires_at=expires_at, revoked_at=None, node=node, pool=pool, user=user,
             )  # fmt: skip
             values = {field: getattr(token, field) for field in _FIELDS} | {"scope": scope.value}
-            connection.execute(insert(tables.tokens).values(digest=_digest(secret), **values))
-            keep_ids(connection, tables.tokens)
-            connection.execute(delete(tables.tokens).where(is_over))
+            connection.execute(insert(user_tables.tokens).values(digest=_digest(secret), **values))
+            keep_ids(connection, user_tables.tokens)
+            connection.execute(delete(user_tables.tokens).where(is_over))
             transaction.after_commit(lambda: self._remember(_digest(secret), token))
             return token, secret
 
@@ -519,7 +519,7 @@ class Tokens:
 
     def revoke(self, token_id: int) -> "Future[bool]":
         """Revoke a token permanently; the future returns whether the token exists."""
-        columns = tables.tokens.c
+        columns = user_tables.tokens.c
 
         def job(transaction: Transaction) -> bool:
             connection = transaction.connection
@@ -530,7 +530,7 @@ class Tokens:
                 return False
             now = time.time()
             connection.execute(
-                update(tables.tokens)
+                update(user_tables.tokens)
                 .where(columns.id == token_id, columns.revoked_at.is_(None))
                 .values(revoked_at=now)
             )

@@ -54,8 +54,9 @@ from paceline._cluster.master.notify.notifier import Notifier
 from paceline._cluster.master.oidc_provider import OidcProvider, OidcSettings
 from paceline._cluster.master.starters.pool_runners import PoolDefinition, PoolRunners
 from paceline._cluster.master.starters.slurm_ssh_ray_starters import Starter
+from paceline._cluster.master.store.api_models_from_rows import EncodingCache
 from paceline._cluster.master.store.database import Database, Transaction, settle_cluster_id
-from paceline._cluster.master.store.experiment_list import EncodingCache, NameCache
+from paceline._cluster.master.store.experiment_list import NameCache
 from paceline._cluster.master.store.quotas import note_use_of_month
 from paceline._cluster.master.store.run_files import FileContents
 from paceline._cluster.master.store.trial_logs import LogStore

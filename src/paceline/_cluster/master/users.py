@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
 from paceline._cluster.master.oidc_provider import OidcError, OidcPerson, OidcSettings
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.quotas import DELETED_PROJECT, group_owner
 from paceline._cluster.master.store.reach import DEFAULT_PROJECT, FIRST_USER, Reach
@@ -21,7 +21,7 @@ DEFAULT_NAME = "Default"
 ANYBODY = "*"
 """Subject of a user that awaits the first person of its name."""
 
-_users, _projects, _members = tables.users, tables.projects, tables.members
+_users, _projects, _members = user_tables.users, user_tables.projects, user_tables.members
 
 
 class Users:
@@ -141,11 +141,11 @@ class Users:
             connection = transaction.connection
             _find_active(connection, name)
             self._keep_an_admin(connection, name)
-            now, tokens = time.time(), tables.tokens
+            now, tokens = time.time(), user_tables.tokens
             change = {"is_active": False, "is_admin": False, "password_hash": "", "changed_at": now}
             change["member_of"] = None
             connection.execute(update(_users).where(_users.c.name == name).values(**change))
-            for table in (_members, tables.sign_ins, tables.reservations):
+            for table in (_members, user_tables.sign_ins, user_tables.reservations):
                 connection.execute(delete(table).where(table.c.user == name))
             is_valid = (tokens.c.user == name) & tokens.c.revoked_at.is_(None)
             connection.execute(update(tokens).where(is_valid).values(revoked_at=now))
@@ -190,8 +190,8 @@ class Users:
                     f" {known.name!r}. Hint: `paceline user link {known.name} none` ends that.",
                 )
             _set_link(connection, name, issuer, subject or None)
-            signed_in = tables.sign_ins.c.user == name
-            connection.execute(delete(tables.sign_ins).where(signed_in))
+            signed_in = user_tables.sign_ins.c.user == name
+            connection.execute(delete(user_tables.sign_ins).where(signed_in))
             self._finish(transaction)
 
         return self._database.write(job)
@@ -329,7 +329,7 @@ class Users:
                     "project_in_use", f"A project to be deleted must be empty, but {name!r} {left}"
                 )
             keep_ids(connection, _projects)
-            for table in (_members, tables.quotas):
+            for table in (_members, user_tables.quotas):
                 connection.execute(delete(table).where(table.c.project_id == number))
             of_rules = (documents.c.project_id == number, documents.c.kind.in_(_RULES))
             connection.execute(delete(documents).where(*of_rules))
@@ -422,7 +422,7 @@ def _end_empty_groups(connection: Connection) -> None:
     """Delete the roles and quotas of groups without members."""
     groups = connection.execute(select(_users.c.member_of).distinct()).scalars()
     kept = [group_owner(name) for name in groups if name]
-    for table in (_members, tables.quotas):
+    for table in (_members, user_tables.quotas):
         is_group = table.c.user.startswith(group_owner(""))
         connection.execute(delete(table).where(is_group, table.c.user.not_in(kept)))
 
@@ -529,12 +529,12 @@ class AuditLog:
             "time": time.time(), "user": user, "token": token, "action": action,
             "objects": objects, "status": status,
         }  # fmt: skip
-        statement = insert(tables.audit).values(**row)
+        statement = insert(user_tables.audit).values(**row)
         self._database.write(lambda transaction: transaction.connection.execute(statement))
 
     def read(self, *, user: str | None, before: int | None, limit: int) -> list[AuditEntry]:
         """Return entries, the newest first; of one user, and older than an id, if given."""
-        audit = tables.audit
+        audit = user_tables.audit
         query = select(audit).order_by(audit.c.id.desc()).limit(limit)
         if user is not None:
             query = query.where(audit.c.user == user)

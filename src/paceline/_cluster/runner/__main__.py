@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
 from paceline._cluster.runner.attempt_run import run_attempt, ship_attempt
-from paceline._training.workers.processes.templates import Template
+from paceline._training.workers.processes.template_client import Template
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from paceline._cluster.runner.master_link_and_output import (
 )
 
 if TYPE_CHECKING:
-    from paceline._training.workers.processes.templates import Template
+    from paceline._training.workers.processes.template_client import Template
 
 logger = logging.getLogger(__name__)
 

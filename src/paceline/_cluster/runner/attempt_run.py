@@ -46,7 +46,7 @@ from paceline._cluster.runner.master_follower import MasterFollower, UseMeter
 from paceline._cluster.runner.master_link_and_output import MasterLink, OutputSpool
 from paceline._cluster.runner.record_shipping import Shipper
 from paceline._training.workers.processes.local_worker_group import LocalGroup
-from paceline._training.workers.processes.templates import FRESH_START_VARIABLE, Template
+from paceline._training.workers.processes.template_client import FRESH_START_VARIABLE, Template
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.processes.worker_process import (
     SHARDS_VARIABLE,

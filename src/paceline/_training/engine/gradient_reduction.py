@@ -1,4 +1,4 @@
-"""Signal between the ranks, sent along with the gradients."""
+"""Sums of gradients over the ranks, accumulated windows, and the signal sent along."""
 
 import time
 from collections import deque
@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline._training.engine.checkpoints.stored_tensors import StoredTensor
 from paceline._training.engine.devices import is_sharded, like_piece, local_part, parameters_of
 from paceline.core._arguments import DistributedPeerError
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._launcher_place import launched_place
+from paceline.data._order_and_random_generators import EpochOrder
 
 
 class DataParallel(str, Enum):
@@ -565,3 +567,126 @@ class _StepClock:
         self._step, self._time_s = step, now
         in_time = int(num_steps * _PERIOD_S / seconds)
         return max(1, min(in_time, _LONGEST_PERIOD, step // _MIN_STEPS_PER_PERIOD))
+
+
+State = dict[str, Any]
+
+
+def share_out_window(
+    states: Sequence[State],
+    rank: int,
+    world_size: int,
+    *,
+    is_sharded: Sequence[bool],
+    frequency: int,
+) -> State:
+    """Return a rank's share of an accumulated step begun by another group of ranks.
+
+    The chief takes over what all of them have accumulated; the others begin with nothing. Of
+    parameters that are sharded now, each rank takes its piece.
+
+    Args:
+        states: What `GradientSync.state` returned on each rank.
+        rank: The rank.
+        world_size: The number of ranks now.
+        is_sharded: For each parameter whether it is sharded now.
+        frequency: The batches of a step.
+    """
+    window, own = states[0]["window"], states[rank] if len(states) == world_size else None
+    is_fed = window["num_all"] > 0
+    # Divisors: of the stored sharded gradients, already means, and of the other gradients now.
+    stored_divisor = window["num_all"] if is_fed else len(states) * frequency
+    divisor = window["num_all"] if is_fed else world_size * frequency
+    gradients: list[Any] = [None] * len(is_sharded)
+    carried: list[Any] = [None] * len(is_sharded)
+    for index, becomes_sharded in enumerate(is_sharded):
+        stored = states[0]["gradients"][index]
+        was_sharded = isinstance(stored, StoredTensor)
+        if becomes_sharded:
+            total = None if was_sharded else _window_total(states, index, is_fed=is_fed)
+            gradients[index] = stored if total is None else total / stored_divisor
+        elif own is not None and not was_sharded:
+            gradients[index] = own["gradients"][index]
+            carried[index] = own["window"]["carried"][index]
+        elif rank == 0:
+            total = stored.whole() if was_sharded else _window_total(states, index, is_fed=is_fed)
+            if total is not None and (was_sharded or not is_fed):
+                # Backward passes without a loader count equally on all ranks.
+                total = total * (divisor if was_sharded else world_size / len(states))
+            (carried if is_fed else gradients)[index] = total
+    num_own = 0 if own is None else own["window"]["num_own"]
+    return {"gradients": gradients, "window": {**window, "num_own": num_own, "carried": carried}}
+
+
+def has_stored_tensors(state: State) -> bool:
+    """Return whether a rank's state has gradients of formerly sharded parameters."""
+    return any(isinstance(gradient, StoredTensor) for gradient in state["gradients"])
+
+
+def _window_total(states: Sequence[State], index: int, *, is_fed: bool) -> torch.Tensor | None:
+    """Return a parameter's gradient summed over all ranks, weighted by their samples."""
+    parts = []
+    for state in states:
+        gradient, carried = state["gradients"][index], state["window"]["carried"][index]
+        if gradient is not None:
+            parts.append(gradient * state["window"]["num_own"] if is_fed else gradient)
+        if carried is not None:
+            parts.append(carried)
+    return torch.stack(parts).sum(0) if parts else None
+
+
+class AccumulatedWindow:
+    """Batches of an accumulated step so far, with gradients set aside for weighting.
+
+    Gradients of batches with equally many samples add up by themselves; the sums of those with
+    other numbers are carried beside them.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.num_batches = 0
+        self.num_own = 0
+        self.num_all = 0
+        self._carried: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def carry(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Take the gradients so far aside, weighted by their samples."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                weighted = parameter.grad * self.num_own
+                known = self._carried.get(parameter)
+                self._carried[parameter] = weighted if known is None else known + weighted
+                parameter.grad = None
+
+    def give_back(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Add the gradients set aside to the already averaged gradients."""
+        for parameter in parameters if self._carried else ():
+            carried = self._carried.pop(parameter, None)
+            if carried is not None:
+                mean = carried / self.num_all
+                parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+
+    def state(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
+        return {
+            "num_batches": self.num_batches,
+            "num_own": self.num_own,
+            "num_all": self.num_all,
+            "carried": [self._carried.get(parameter) for parameter in parameters],
+        }
+
+    def load_state(self, state: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.num_batches, self.num_own = state["num_batches"], state["num_own"]
+        self.num_all = state["num_all"]
+        self._carried = {
+            parameter: value.to(parameter.device)
+            for parameter, value in zip(parameters, state["carried"], strict=True)
+            if value is not None
+        }
+
+
+def existing_order(order: EpochOrder | None) -> EpochOrder:
+    """Return the order of an epoch, known once its data has been prepared."""
+    assert order is not None
+    return order

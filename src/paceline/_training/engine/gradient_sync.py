@@ -1,7 +1,4 @@
-"""Gradients of a user's own loop.
-
-Also: averaged over all samples of all ranks after each backward pass.
-"""
+"""Gradients of a user's own loop, averaged over the samples of all ranks after a backward pass."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from paceline._training.engine.checkpoints.sharded_state import (
     accept_whole_states,
@@ -18,7 +14,7 @@ from paceline._training.engine.checkpoints.sharded_state import (
     check_sharded,
     replace_parameters,
 )
-from paceline._training.engine.checkpoints.stored_tensors import StoredTensor, fit_stored_tensor
+from paceline._training.engine.checkpoints.stored_tensors import fit_stored_tensor
 from paceline._training.engine.devices import is_sharded, local_part
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     ShardUnits,
@@ -27,131 +23,18 @@ from paceline._training.engine.fsdp_and_tensor_parallel import (
     unsharded,
 )
 from paceline._training.engine.gradient_reduction import (
+    AccumulatedWindow,
     AllReduce,
     FlatReduction,
     OverlappedAllReduce,
+    existing_order,
+    share_out_window,
 )
 from paceline._training.engine.schedules import Position
 from paceline.data._order_and_random_generators import EpochOrder, worker_shards
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-State = dict[str, Any]
-
-
-def share_out_window(
-    states: Sequence[State],
-    rank: int,
-    world_size: int,
-    *,
-    is_sharded: Sequence[bool],
-    frequency: int,
-) -> State:
-    """Return a rank's share of an accumulated step begun by another group of ranks.
-
-    The chief takes over what all of them have accumulated; the others begin with nothing. Of
-    parameters that are sharded now, each rank takes its piece.
-
-    Args:
-        states: What `GradientSync.state` returned on each rank.
-        rank: The rank.
-        world_size: The number of ranks now.
-        is_sharded: For each parameter whether it is sharded now.
-        frequency: The batches of a step.
-    """
-    window, own = states[0]["window"], states[rank] if len(states) == world_size else None
-    is_fed = window["num_all"] > 0
-    # Divisors: of the stored sharded gradients, already means, and of the other gradients now.
-    stored_divisor = window["num_all"] if is_fed else len(states) * frequency
-    divisor = window["num_all"] if is_fed else world_size * frequency
-    gradients: list[Any] = [None] * len(is_sharded)
-    carried: list[Any] = [None] * len(is_sharded)
-    for index, becomes_sharded in enumerate(is_sharded):
-        stored = states[0]["gradients"][index]
-        was_sharded = isinstance(stored, StoredTensor)
-        if becomes_sharded:
-            total = None if was_sharded else _window_total(states, index, is_fed=is_fed)
-            gradients[index] = stored if total is None else total / stored_divisor
-        elif own is not None and not was_sharded:
-            gradients[index] = own["gradients"][index]
-            carried[index] = own["window"]["carried"][index]
-        elif rank == 0:
-            total = stored.whole() if was_sharded else _window_total(states, index, is_fed=is_fed)
-            if total is not None and (was_sharded or not is_fed):
-                # Backward passes without a loader count equally on all ranks.
-                total = total * (divisor if was_sharded else world_size / len(states))
-            (carried if is_fed else gradients)[index] = total
-    num_own = 0 if own is None else own["window"]["num_own"]
-    return {"gradients": gradients, "window": {**window, "num_own": num_own, "carried": carried}}
-
-
-def has_stored_tensors(state: State) -> bool:
-    """Return whether a rank's state has gradients of formerly sharded parameters."""
-    return any(isinstance(gradient, StoredTensor) for gradient in state["gradients"])
-
-
-def _window_total(states: Sequence[State], index: int, *, is_fed: bool) -> torch.Tensor | None:
-    """Return a parameter's gradient summed over all ranks, weighted by their samples."""
-    parts = []
-    for state in states:
-        gradient, carried = state["gradients"][index], state["window"]["carried"][index]
-        if gradient is not None:
-            parts.append(gradient * state["window"]["num_own"] if is_fed else gradient)
-        if carried is not None:
-            parts.append(carried)
-    return torch.stack(parts).sum(0) if parts else None
-
-
-class AccumulatedWindow:
-    """Batches of an accumulated step so far, with gradients set aside for weighting.
-
-    Gradients of batches with equally many samples add up by themselves; the sums of those with
-    other numbers are carried beside them.
-    """
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.num_batches = 0
-        self.num_own = 0
-        self.num_all = 0
-        self._carried: dict[torch.nn.Parameter, torch.Tensor] = {}
-
-    def carry(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Take the gradients so far aside, weighted by their samples."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                weighted = parameter.grad * self.num_own
-                known = self._carried.get(parameter)
-                self._carried[parameter] = weighted if known is None else known + weighted
-                parameter.grad = None
-
-    def give_back(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Add the gradients set aside to the already averaged gradients."""
-        for parameter in parameters if self._carried else ():
-            carried = self._carried.pop(parameter, None)
-            if carried is not None:
-                mean = carried / self.num_all
-                parameter.grad = mean if parameter.grad is None else parameter.grad + mean
-
-    def state(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
-        return {
-            "num_batches": self.num_batches,
-            "num_own": self.num_own,
-            "num_all": self.num_all,
-            "carried": [self._carried.get(parameter) for parameter in parameters],
-        }
-
-    def load_state(self, state: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.num_batches, self.num_own = state["num_batches"], state["num_own"]
-        self.num_all = state["num_all"]
-        self._carried = {
-            parameter: value.to(parameter.device)
-            for parameter, value in zip(parameters, state["carried"], strict=True)
-            if value is not None
-        }
 
 
 @dataclass(slots=True)
@@ -194,27 +77,22 @@ class Accumulation:
             order_of: Returns the order of an epoch; the data have a length.
         """
         epoch, batch = position.epochs, position.batch_in_epoch
-        order = _known(order_of(epoch))
+        order = existing_order(order_of(epoch))
         if not self.average:
             return order.num_records(batch)
         # The window may have begun in the epoch before and may end in the next one.
         batch -= position.batches % self.frequency
         while batch < 0:
             epoch -= 1
-            batch += _known(order_of(epoch)).num_batches
+            batch += existing_order(order_of(epoch)).num_batches
         total = 0
         for _ in range(self.frequency):
-            order = _known(order_of(epoch))
+            order = existing_order(order_of(epoch))
             total += order.num_records(batch)
             batch += 1
             if batch == order.num_batches:
                 epoch, batch = epoch + 1, 0
         return total
-
-
-def _known(order: EpochOrder | None) -> EpochOrder:
-    assert order is not None
-    return order
 
 
 # Each backward pass at first, then one of so many is looked at: code that changes gradients by
@@ -312,82 +190,6 @@ def with_mean_loss(
     if by_name:
         return args, {**kwargs, "closure": shared}
     return (args[0], shared, *args[2:]), kwargs
-
-
-@torch.no_grad()
-def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> torch.Tensor:
-    """Scale gradients in place to a norm of at most `max_norm`.
-
-    It does what torch's function of this name does, which refuses tensors that are divided over
-    different ranks, and divided ones together with others. All ranks call it.
-
-    Args:
-        parameters: The parameters, divided or not; a gradient counts once, however many ranks hold
-            it.
-        max_norm: The largest norm.
-        norm_type: The order of the norm, `inf` for the largest value.
-        error_if_nonfinite: Whether a norm that is NaN or infinite is an error.
-
-    Returns:
-        The norm of all gradients before, a 0-d tensor.
-
-    Raises:
-        RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
-    """
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    by_mesh: dict[Any, list[torch.Tensor]] = {}
-    for parameter in given:
-        gradient: Any = parameter.grad
-        if gradient is not None:
-            mesh = gradient.device_mesh if is_sharded(gradient) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
-    norms = [_norm(members, norm_type) for members in by_mesh.values()]
-    # Single norm: equal to torch's result to the last bit.
-    total = norms[0] if len(norms) == 1 else torch.zeros(())
-    if len(norms) > 1:
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"The norm of order {norm_type} of the gradients must be finite, but is {total.item()}."
-            " Hint: error_if_nonfinite=False scales by it all the same."
-        )
-    for members in by_mesh.values():
-        torch.nn.utils.clip_grads_with_norm_(members, max_norm, total)
-    return total
-
-
-def _norm(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the gradient norm of parameters divided over the same ranks."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
-    whole: torch.Tensor = norm.full_tensor() if is_sharded(norm) else norm
-    return whole
-
-
-def clipping(norm: float | None, value: float | None) -> Callable[[Any], Any]:
-    """Return a function clipping the gradients of a step by norm and by value.
-
-    Args:
-        norm: The largest norm of all of them; None for any.
-        value: The largest absolute value in them; None for any.
-    """
-
-    def clip(parameters: Iterable[nn.Parameter]) -> None:
-        parameters = list(parameters)
-        if value is not None:
-            # torch clips divided gradients together with others one by one only.
-            kinds = {type(each.grad) for each in parameters if each.grad is not None}
-            foreach = None if len(kinds) <= 1 else False
-            nn.utils.clip_grad_value_(parameters, value, foreach=foreach)
-        if norm is not None:
-            clip_grad_norm_(parameters, norm)
-
-    return clip
 
 
 @dataclass(eq=False, repr=False)

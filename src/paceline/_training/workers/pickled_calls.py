@@ -1,4 +1,4 @@
-"""Calls as they travel to workers: functions, values and errors pickled.
+"""Calls as they travel to workers: functions by name or pickled, values and errors.
 
 Also: large data in shared memory.
 """
@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from types import CodeType, ModuleType
 from typing import IO, Any, NamedTuple
 
@@ -488,3 +489,25 @@ def exit_as_error(rank: int = 0, world_size: int = 1) -> Iterator[None]:
         left_by, code = describe_exit(request.code), exit_code_of(request.code)
         error = left_error(rank, world_size, left_by, code, text)
         raise error from error.__cause__
+
+
+class InWorker:
+    """Reference to a worker's function by module and name.
+
+    The driver does not import its module, as that may load torch.
+
+    Args:
+        module: The module.
+        name: The function.
+        func: A function of the user's that it is to call, whose script's names the worker needs.
+    """
+
+    def __init__(self, module: str, name: str, func: Any = None) -> None:
+        self._module = module
+        self._name = name
+        # The pool looks for it under the name that `functools.partial` has for it.
+        self.func = func
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        return getattr(import_module(self._module), self._name)(*args)

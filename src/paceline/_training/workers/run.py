@@ -36,7 +36,8 @@ from paceline._training.workers.worker_failures import (
     signal_name,
 )
 from paceline._training.workers.worker_pools import PendingCall
-from paceline._training.workers.workers import ElasticLimits, Workers, check_crowd
+from paceline._training.workers.worker_settings import check_crowd
+from paceline._training.workers.workers import ElasticLimits, Workers
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from paceline._cluster.master.experiments.attempts import (
 )
 from paceline._cluster.master.experiments.failures import find_log_hits
 from paceline._cluster.master.experiments.logged_runs import find_link
-from paceline._cluster.master.experiments.record_ingest import take_log_hits
+from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.unmanaged_runs import batch_place
 from paceline._cluster.master.master import Master
@@ -40,6 +40,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, slots_by_node
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.log_files import LogFilter, StoredLine, linear_pattern
+from paceline._cluster.master.store.row_ids_and_counts import update_attempt
 from paceline._cluster.master.store.trial_logs import merge_lines
 from paceline._cluster.master.waiting import wait_for
 from paceline._cluster.messages.experiment_models import LinkTarget, LogLine, LogPage
@@ -57,6 +58,36 @@ from paceline._cluster.messages.runner_messages import (
     in_parts,
     runner_id,
 )
+
+_FOLLOWS = {
+    "alert": "has a text of a log policy",
+    "no_retry": "has a text after which no restart follows if it fails",
+    "exclude_node": "excludes this node for further attempts of the trial",
+}
+
+
+def take_log_hits(
+    ingest: RecordIngest,
+    transaction: Transaction,
+    attempt_id: int,
+    member: int,
+    hits: dict[str, dict[str, Any]],
+) -> None:
+    """Store the first line with each pattern of log policies, with an alert for each."""
+    attempt = read_attempt(transaction.connection, attempt_id)
+    known = attempt.log_hits or {}
+    nodes = [*slots_by_node(attempt)]
+    new = {
+        name: {**hit, "node": nodes[min(member, len(nodes) - 1)]}
+        for name, hit in hits.items()
+        if name not in known
+    }
+    for hit in new.values():
+        title = f"The output of attempt {attempt.number} {_FOLLOWS[hit['action']]}"
+        ingest.raise_alert(transaction, attempt, title, hit["line"])
+    if new:
+        update_attempt(transaction.connection, attempt_id, log_hits=known | new)
+
 
 # The bulk passes here: bodies are decoded straight into structs, not through models.
 attempt_router = ApiRouter(tags=["attempts"], route_class=ReadingRoute)

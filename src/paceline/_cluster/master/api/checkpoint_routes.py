@@ -47,8 +47,9 @@ from paceline._cluster.messages.runner_messages import (
 )
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS, CheckpointState
 from paceline._cluster.runner.attempt_preparation_and_end import is_shortage
+from paceline.storage._checkpoint_directory import file_problem
 from paceline.storage._checkpoint_files import CheckpointWriteError, Manifest, first_names
-from paceline.storage._directory_storage import DirectoryStorage, file_problem
+from paceline.storage._directory_storage import DirectoryStorage
 
 checkpoint_router = ApiRouter(tags=["checkpoints"], route_class=ReadingRoute)
 

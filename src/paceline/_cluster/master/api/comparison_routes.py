@@ -20,13 +20,12 @@ from paceline._cluster.master.api.requests_and_answers import (
     write_rows,
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
+from paceline._cluster.master.store.api_models_from_rows import LISTED_TRIAL_COLUMNS, encode_trials
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.experiment_list import (
-    LISTED_TRIAL_COLUMNS,
     ExperimentQuery,
     encode_experiments,
-    encode_trials,
     matching_ids,
     matching_trials,
     rows_of,
@@ -37,15 +36,15 @@ from paceline._cluster.master.store.query_language import QueryError, matching_t
 from paceline._cluster.master.store.reach import current_reach, current_user
 from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
 from paceline._cluster.master.store.series_writer import XAxes, read_x_axes
-from paceline._cluster.messages.experiment_models import (
+from paceline._cluster.messages.experiment_models import TrialSet
+from paceline._cluster.messages.master_models import EditView, NewView, View
+from paceline._cluster.messages.search_and_metric_models import (
     CountedName,
     GroupedName,
     GroupsReply,
     GroupsRequest,
     MetricNamesRequest,
-    TrialSet,
 )
-from paceline._cluster.messages.master_models import EditView, NewView, View
 from paceline._cluster.messages.states import TrialState
 
 comparison_router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
@@ -194,7 +193,7 @@ def _part_for(curve: Curve, request: GroupsRequest) -> CurvePart:
 view_router = ApiRouter(tags=["views"])
 
 _MOST_VIEWS = 1000
-_views = tables.views
+_views = user_tables.views
 
 ViewId = Annotated[int, Path(ge=1, le=2**62)]
 Version = Annotated[

@@ -41,9 +41,9 @@ from paceline._cluster.master.store.reach import (
     is_restricted,
 )
 from paceline._cluster.master.store.upgrades import note_contexts
-from paceline._cluster.messages.experiment_models import (
+from paceline._cluster.messages.experiment_models import CodeFile
+from paceline._cluster.messages.search_and_metric_models import (
     CheckedConfig,
-    CodeFile,
     ConfigProblem,
     ConfigText,
     ConfigView,

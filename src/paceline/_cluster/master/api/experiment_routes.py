@@ -46,7 +46,7 @@ from paceline._cluster.master.store.api_models_from_rows import config_of, exper
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.experiment_list import Order
 from paceline._cluster.master.store.reach import creating_in, current_project, current_reach
-from paceline._cluster.messages import experiment_models as searches
+from paceline._cluster.messages import search_and_metric_models
 from paceline._cluster.messages.experiment_models import (
     Checkpoint,
     ContinueExperiment,
@@ -164,7 +164,9 @@ def list_checkpoints(
         )
 
 
-@experiment_router.get("/experiments/{experiment_id}/search", response_model=searches.SearchView)
+@experiment_router.get(
+    "/experiments/{experiment_id}/search", response_model=search_and_metric_models.SearchView
+)
 def read_search(
     experiment_id: ExperimentId,
     master: MasterOf,
@@ -236,14 +238,19 @@ def _rung_entry(entry: ShownEntry) -> dict[str, Any]:
 
 
 @experiment_router.post("/preview-search")
-def preview_search(request: searches.PreviewSearch) -> searches.SearchPreview:
+def preview_search(
+    request: search_and_metric_models.PreviewSearch,
+) -> search_and_metric_models.SearchPreview:
     """Return the trials planned by a search, without creating anything."""
     config = validate_config(request.config)
     found = preview(config.search_config(), config.hyperparameters)
-    return searches.SearchPreview(
+    return search_and_metric_models.SearchPreview(
         searcher=config.searcher.name,
         unit=config.searcher.length_unit,
-        rows=[searches.PreviewRow(num_trials=row.trials, length=row.units) for row in found.rows],
+        rows=[
+            search_and_metric_models.PreviewRow(num_trials=row.trials, length=row.units)
+            for row in found.rows
+        ],
     )
 
 

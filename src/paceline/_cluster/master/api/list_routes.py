@@ -24,17 +24,20 @@ from paceline._cluster.master.api.requests_and_answers import (
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.api_models_from_rows import config_of, encode_cursor
+from paceline._cluster.master.store.api_models_from_rows import (
+    LISTED_TRIAL_COLUMNS,
+    config_of,
+    encode_cursor,
+    encode_trials,
+)
 from paceline._cluster.master.store.database import load_json
 from paceline._cluster.master.store.experiment_list import (
-    LISTED_TRIAL_COLUMNS,
     Condition,
     ExperimentQuery,
     NameCache,
     Order,
     count_rows,
     encode_experiments,
-    encode_trials,
     json_path,
     list_rows,
     sample_trials,
@@ -51,13 +54,12 @@ from paceline._cluster.master.store.series_writer import all_metric_names
 from paceline._cluster.messages.experiment_models import (
     ColumnNames,
     Experiment,
-    HparamAxis,
-    HparamTable,
     MetricName,
     Page,
     QueryCompletions,
     Trial,
 )
+from paceline._cluster.messages.search_and_metric_models import HparamAxis, HparamTable
 from paceline._cluster.messages.states import ExperimentState, TrialState
 from paceline.config._experiment_config import ExperimentConfig
 

@@ -30,15 +30,8 @@ from paceline._cluster.master.experiments.search_operations import read_proposal
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.row_ids_and_counts import NO_COUNTS, experiment_counts
 from paceline._cluster.master.waiting import wait_for
-from paceline._cluster.messages.experiment_models import (
-    CodeDiff,
-    FileDiff,
-    NewProposal,
-    NotesVersion,
-    Proposal,
-    Relative,
-    SearchAsks,
-)
+from paceline._cluster.messages.experiment_models import CodeDiff, FileDiff, NotesVersion, Relative
+from paceline._cluster.messages.search_and_metric_models import NewProposal, Proposal, SearchAsks
 from paceline._cluster.messages.states import ExperimentState, shown_experiment_state
 
 proposal_router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)

@@ -30,8 +30,9 @@ from pydantic_core import to_json
 
 import paceline
 from paceline._cluster.master.api.requests_and_answers import records_parameter
+from paceline._cluster.master.store.api_models_from_rows import EncodingCache
 from paceline._cluster.master.store.database import DatabaseReader
-from paceline._cluster.master.store.experiment_list import EncodingCache, NameCache
+from paceline._cluster.master.store.experiment_list import NameCache
 from paceline._cluster.master.store.reach import Reach, acting, current_reach
 
 logger = logging.getLogger(__name__)

@@ -31,12 +31,13 @@ from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
+    EncodingCache,
     checkpoint_views,
     decode_cursor,
     encode_cursor,
 )
 from paceline._cluster.master.store.database import DatabaseUnavailableError, Transaction
-from paceline._cluster.master.store.experiment_list import EncodingCache, NameCache, Order
+from paceline._cluster.master.store.experiment_list import NameCache, Order
 from paceline._cluster.master.store.reach import NotAllowedError
 from paceline._cluster.master.store.row_ids_and_counts import KeyReusedError, once
 from paceline._cluster.messages.experiment_models import Checkpoint, Page, Problem

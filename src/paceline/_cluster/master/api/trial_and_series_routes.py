@@ -72,14 +72,16 @@ from paceline._cluster.messages.experiment_models import (
     MetricName,
     MetricRow,
     Page,
+    Trial,
+    TrialTime,
+)
+from paceline._cluster.messages.search_and_metric_models import (
     RungArrival,
     SeriesReply,
     SeriesRequest,
-    Trial,
     TrialDecisions,
     TrialProposal,
     TrialRung,
-    TrialTime,
 )
 
 trial_router = ApiRouter(tags=["trials"], route_class=ReadingRoute)

@@ -32,7 +32,7 @@ from paceline._cluster.master.authentication import (
 )
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.master import Master
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import user_tables
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.quotas import group_owner, list_quotas, month_of, read_usage
 from paceline._cluster.master.store.reach import FIRST_USER, current_reach, note_object
@@ -414,7 +414,7 @@ NodeName = Annotated[str, Path(pattern=NAME_PATTERN)]
 Revision = Annotated[
     int, Query(ge=1, le=2**31 - 1, description="The revision that the change began from.")
 ]
-_quotas, _reservations = tables.quotas, tables.reservations
+_quotas, _reservations = user_tables.quotas, user_tables.reservations
 
 
 @quota_router.get("/quotas")

@@ -32,10 +32,14 @@ from paceline.storage._checkpoint_files import (
     CheckpointVersionError,
     Manifest,
     glob_selector,
-    is_of_other_trial,
     origin_of,
 )
-from paceline.storage._checkpoint_storage import CheckpointStorage, check_uuid, storage_from
+from paceline.storage._checkpoint_storage import (
+    CheckpointStorage,
+    check_uuid,
+    is_of_other_trial,
+    storage_from,
+)
 from paceline.storage._directory_storage import DirectoryStorage
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, select
 
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.reach import DEFAULT_PROJECT
 from paceline._cluster.messages.states import ExperimentState
@@ -18,7 +18,7 @@ KINDS = ("template", "policy")
 ALL_PROJECTS = 0
 """Project of rules for all projects."""
 
-_documents, _projects = tables.documents, tables.projects
+_documents, _projects = tables.documents, user_tables.projects
 
 
 def read_rules(connection: Connection, project_id: int) -> list[Rule]:
@@ -56,7 +56,7 @@ def fill_new_config(
 
 
 def check_new_config(connection: Connection, project_id: int, config: ExperimentConfig) -> None:
-    """Refuse a config that does not meet the policies of its project.
+    """Refuse a config against the policies of its project.
 
     Raises:
         ConfigError: It does not.

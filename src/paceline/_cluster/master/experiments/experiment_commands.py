@@ -15,9 +15,12 @@ from paceline._cluster.master.experiments.config_rules import (
     fill_new_config,
 )
 from paceline._cluster.master.experiments.experiment_edits import (
+    check_can_reopen,
+    check_ended,
     continued_trial_config,
     overridden_config,
 )
+from paceline._cluster.master.experiments.sampler_answers import recall_trials
 from paceline._cluster.master.experiments.scheduler_input import (
     check_changed_rank,
     check_own_runners,
@@ -47,16 +50,15 @@ from paceline._cluster.master.store.reach import (
     note_object,
 )
 from paceline._cluster.master.store.row_ids_and_counts import insert_row, update_experiment
-from paceline._cluster.messages.experiment_models import NewProposal
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
+from paceline._cluster.messages.search_and_metric_models import NewProposal
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
 from paceline.config._environment_and_secrets import Notify, reveal_secrets, without_secrets
 from paceline.config._experiment_config import ExperimentConfig
-from paceline.config._searcher_section import Searcher
 from paceline.config._validate_config import merge_configs, validate_config
 from paceline.search._samplers import check_installed
 from paceline.search._search import Search
-from paceline.search._search_method import Proposed, Recalled, Started
+from paceline.search._search_method import Proposed, Started
 
 faults.register("master.experiment.created")
 
@@ -138,7 +140,7 @@ class Commands:
         self._secret_store.keep(transaction, experiment_id, values)
         transaction.emit("experiment_state", experiment_id, state=state.value, error=None)
         for source_id in config.searcher.warm_start_from:
-            self._recall(transaction, experiment_id, source_id)
+            recall_trials(transaction, self._changes, experiment_id, source_id)
         if config.searcher.limits is not None:
             limited = config.searcher.limits.as_input()
             self._changes.search_operations.apply_input(transaction, experiment_id, limited)
@@ -147,45 +149,6 @@ class Commands:
         transaction.force()
         faults.reach("master.experiment.created")
         return experiment_id
-
-    def _recall(self, transaction: Transaction, experiment_id: int, source_id: int | str) -> None:
-        """Tell a new search the ended trials of another, and warn of those that do not fit."""
-        connection = transaction.connection
-        if not isinstance(source_id, int):
-            raise RefusedError(
-                "no_such_source",
-                "`searcher.warm_start_from` must name experiments by their ids, but got"
-                f" {source_id!r}. Hint: `train.search` and `Study` take CSV files.",
-            )
-        check_object(connection, "experiment_id", source_id)
-        row = self._changes.experiment(connection, experiment_id)
-        wanted = config_of(row).searcher
-        searched = config_of(self._changes.experiment(connection, source_id)).searcher
-        aims = [(one.metric, one.smaller_is_better) for one in (wanted, searched)]
-        if aims[0] != aims[1]:
-            raise RefusedError(
-                "other_metric",
-                f"Experiment {source_id} must search for the metric {wanted.metric!r} in the same"
-                f" direction to be learned from, but searches for {searched.metric!r}.",
-            )
-        trials = tables.trials.c
-        query = select(trials.hparams, trials.best_metric, trials.best_step).where(
-            trials.experiment_id == source_id,
-            trials.ended_at.is_not(None),
-            trials.best_metric.is_not(None),
-        )
-        given = [
-            (one.hparams, one.best_metric, float(one.best_step or 0))
-            for one in connection.execute(query.order_by(trials.id))
-        ]
-        search = self._changes.searches.peek(transaction, experiment_id)
-        before = 0 if search is None else len(search.observations())
-        recalled = Recalled(source=f"experiment {source_id}", trials=given)
-        self._changes.search_operations.apply_input(transaction, experiment_id, recalled)
-        taken = 0 if search is None else len(search.observations()) - before
-        told = f"The sampler learns from {taken} of {len(given)} ended trials of experiment"
-        told += f" {source_id}" + ("." if taken else ", as none has values of this space.")
-        update_experiment(connection, experiment_id, warnings=[*row.warnings, told])
 
     def propose(
         self, transaction: Transaction, experiment_id: int, proposal: dict[str, Any]
@@ -410,7 +373,7 @@ class Commands:
         if limits:
             self._continue_search(transaction, row, overrides, limits)
             return
-        _check_can_reopen(row, searcher)
+        check_can_reopen(row, searcher)
         if overrides:
             self._override(transaction, row, overrides)
         else:
@@ -454,7 +417,7 @@ class Commands:
         overrides: dict[str, Any],
         limits: dict[str, Any],
     ) -> None:
-        _check_ended(row)
+        check_ended(row)
         if overrides:
             raise RefusedError(
                 "override_refused",
@@ -571,22 +534,3 @@ class Commands:
                 f"Trial {trial_id} must have a checkpoint to start from, but has none.",
             )
         return found[0]
-
-
-def _check_ended(experiment: Row[Any]) -> None:
-    if not ExperimentState(experiment.state).is_terminal:
-        raise RefusedError(
-            "not_ended",
-            f"Experiment {experiment.id} must have ended, but is {told_state(experiment.state)}.",
-        )
-
-
-def _check_can_reopen(experiment: Row[Any], searcher: Searcher) -> None:
-    _check_ended(experiment)
-    if not searcher.can_reopen:
-        raise RefusedError(
-            "search_cannot_reopen",
-            f"The search of experiment {experiment.id} ({searcher.name}) cannot be reopened, as"
-            " it has made its decisions. Hint: `paceline experiment continue --max-trials N` goes"
-            " on with more trials, and `paceline trial continue` resumes one of them.",
-        )

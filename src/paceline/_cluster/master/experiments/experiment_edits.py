@@ -1,4 +1,4 @@
-"""Edits of an experiment by users: texts, queue place, limits, archive, config to continue.
+"""Edits of an experiment by users: texts, queue place, limits, archive, continuation.
 
 Earlier versions of an experiment's notes: who saved them, and when.
 """
@@ -24,6 +24,7 @@ from paceline._cluster.master.store.row_ids_and_counts import insert_document, u
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
 from paceline.config._experiment_config import ExperimentConfig
+from paceline.config._searcher_section import Searcher
 from paceline.config._validate_config import merge_configs, validate_config
 
 _KIND = "notes"
@@ -32,7 +33,7 @@ _documents = tables.documents
 
 
 def add_notes_version(connection: Connection, experiment_id: int, before: str, text: str) -> None:
-    """Store the notes that an edit saves, and those before the first edit; the newest 50 stay."""
+    """Store the notes of an edit, and the notes before the first edit; the newest 50 stay."""
     if before == text:
         return
     found = read_notes_history(connection, experiment_id)
@@ -338,3 +339,24 @@ def _as_constants(space: dict[str, Any], hparams: dict[str, Any]) -> dict[str, A
         else:
             fixed[name] = {"type": "const", "val": value}
     return fixed
+
+
+def check_ended(experiment: Row[Any]) -> None:
+    """Refuse an experiment with live trials."""
+    if not ExperimentState(experiment.state).is_terminal:
+        raise RefusedError(
+            "not_ended",
+            f"Experiment {experiment.id} must have ended, but is {told_state(experiment.state)}.",
+        )
+
+
+def check_can_reopen(experiment: Row[Any], searcher: Searcher) -> None:
+    """Refuse an experiment that has not ended, or with a search that cannot be reopened."""
+    check_ended(experiment)
+    if not searcher.can_reopen:
+        raise RefusedError(
+            "search_cannot_reopen",
+            f"The search of experiment {experiment.id} ({searcher.name}) cannot be reopened, as"
+            " it has made its decisions. Hint: `paceline experiment continue --max-trials N` goes"
+            " on with more trials, and `paceline trial continue` resumes one of them.",
+        )

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from msgspec.structs import replace
 from sqlalchemy import Connection, Row, bindparam, select
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
@@ -43,16 +42,17 @@ from paceline._cluster.master.experiments.checkpoints import (
 )
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.validations import (
+    CHIEF,
     Validations,
     recompute_best,
     small_metrics,
     take_operation,
+    with_validations,
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
     config_of,
     read_members,
-    slots_by_node,
     store_environment,
 )
 from paceline._cluster.master.store.database import Transaction
@@ -156,7 +156,6 @@ def _count_lost_records(
 
 faults.register("master.records.stored")
 
-CHIEF = 0
 _INVALID_HP = "invalid_hp"
 _NUM_ALERTS = 20
 _LOG_LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ERROR"}
@@ -203,7 +202,7 @@ class RecordIngest:
             marks[batch.generation, batch.rank] = fresh[-1][0]
             whose = f"rank {batch.rank} (generation {batch.generation})"
             take_lost_records(self._changes, transaction, attempt, whose, mark, fresh)
-            records = _with_validations(
+            records = with_validations(
                 connection, attempt, batch.rank, [record for _, record in fresh]
             )
             self._take_records(transaction, attempt, batch.rank, records)
@@ -413,36 +412,6 @@ class RecordIngest:
             )
 
 
-_FOLLOWS = {
-    "alert": "has a text of a log policy",
-    "no_retry": "has a text after which no restart follows if it fails",
-    "exclude_node": "excludes this node for further attempts of the trial",
-}
-
-
-def take_log_hits(
-    ingest: RecordIngest,
-    transaction: Transaction,
-    attempt_id: int,
-    member: int,
-    hits: dict[str, dict[str, Any]],
-) -> None:
-    """Store the first line with each pattern of log policies, with an alert for each."""
-    attempt = read_attempt(transaction.connection, attempt_id)
-    known = attempt.log_hits or {}
-    nodes = [*slots_by_node(attempt)]
-    new = {
-        name: {**hit, "node": nodes[min(member, len(nodes) - 1)]}
-        for name, hit in hits.items()
-        if name not in known
-    }
-    for hit in new.values():
-        title = f"The output of attempt {attempt.number} {_FOLLOWS[hit['action']]}"
-        ingest.raise_alert(transaction, attempt, title, hit["line"])
-    if new:
-        update_attempt(transaction.connection, attempt_id, log_hits=known | new)
-
-
 def _shown_alert(alert: AlertRaised, rank: int) -> dict[str, Any]:
     return {
         "title": alert.title,
@@ -461,33 +430,6 @@ def _without_replaced(records: list[AnyRecord]) -> list[AnyRecord]:
         if not isinstance(record, (StatusReported, RunMetadataSet))
         or record is newest[type(record)]
     ]
-
-
-def _with_validations(
-    connection: Connection, attempt: Row[Any], rank: int, records: list[AnyRecord]
-) -> list[AnyRecord]:
-    """Return the records, with a validation added for each train function report so marked.
-
-    Other ranks than the chief are not judged, and a run without this master has no search: their
-    reports stay unchanged. A report whose `validation` is still True is shown as the validation
-    beside it.
-    """
-    if not any(isinstance(each, MetricsReported) and each.validation for each in records):
-        return records
-    experiment = StateChanges.experiment(connection, attempt.experiment_id)
-    is_judged = rank == CHIEF and experiment.external_id is None
-    metric = config_of(experiment).searcher.metric
-    found: list[AnyRecord] = []
-    for record in records:
-        if not isinstance(record, MetricsReported) or not record.validation:
-            found.append(record)
-            continue
-        is_whole = record.validation is True
-        judged = record.metrics if record.validation is True else record.validation
-        found.append(replace(record, validation=is_judged and is_whole and metric in judged))
-        if is_judged:
-            found.append(replace(record, group="validation", metrics=judged, validation=is_whole))
-    return found
 
 
 def _take_times(

@@ -17,12 +17,15 @@ import msgspec
 from sqlalchemy import Row, select
 
 from paceline._cluster.master.experiments.search_operations import takes_inputs
+from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.reach import check_object
+from paceline._cluster.master.store.row_ids_and_counts import update_experiment
 from paceline._cluster.master.waiting import WaitingRequests
-from paceline._cluster.messages.experiment_models import (
+from paceline._cluster.messages.search_and_metric_models import (
     SearchAsk,
     SearchAsks,
     SearchObjective,
@@ -41,7 +44,7 @@ from paceline.search._samplers import (
     answers_to,
     num_asked,
 )
-from paceline.search._search_method import Create, Proposed
+from paceline.search._search_method import Create, Proposed, Recalled
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ class _Served:
 
 
 class SamplerAnswers:
-    """Have samplers answer what searches ask, outside the writer thread, and store the answers.
+    """Have samplers answer the asks of searches, outside the writer thread; store the answers.
 
     Args:
         database: The database.
@@ -126,7 +129,7 @@ class SamplerAnswers:
                 served.is_asked.set()
 
     def close(self) -> None:
-        """End the threads and processes; answers that are under way are given up."""
+        """End the threads and processes; answers under way are given up."""
         with self._lock:
             self._is_closing = True
             served = list(self._served.values())
@@ -218,7 +221,7 @@ class SamplerAnswers:
         return _Question(row, search.space, search.asks[:most], search.observations())
 
     def open_asks(self, experiment_id: int) -> SearchAsks:
-        """Return what the search of an experiment asks, and all that a sampler is told.
+        """Return the open asks of an experiment's search, and the observations for a sampler.
 
         Raises:
             NotFoundError: There is no such experiment.
@@ -293,3 +296,45 @@ def _late(spec: SamplerSpec) -> Ask:
         raise SamplerError(f"no program has answered over the API within {spec.timeout_s:g} s")
 
     return ask
+
+
+def recall_trials(
+    transaction: Transaction, changes: StateChanges, experiment_id: int, source_id: int | str
+) -> None:
+    """Tell a new search the ended trials of another, and warn of trials outside its space."""
+    connection = transaction.connection
+    if not isinstance(source_id, int):
+        raise RefusedError(
+            "no_such_source",
+            "`searcher.warm_start_from` must name experiments by their ids, but got"
+            f" {source_id!r}. Hint: `train.search` and `Study` take CSV files.",
+        )
+    check_object(connection, "experiment_id", source_id)
+    row = changes.experiment(connection, experiment_id)
+    wanted = config_of(row).searcher
+    searched = config_of(changes.experiment(connection, source_id)).searcher
+    aims = [(one.metric, one.smaller_is_better) for one in (wanted, searched)]
+    if aims[0] != aims[1]:
+        raise RefusedError(
+            "other_metric",
+            f"Experiment {source_id} must search for the metric {wanted.metric!r} in the same"
+            f" direction to be learned from, but searches for {searched.metric!r}.",
+        )
+    trials = tables.trials.c
+    query = select(trials.hparams, trials.best_metric, trials.best_step).where(
+        trials.experiment_id == source_id,
+        trials.ended_at.is_not(None),
+        trials.best_metric.is_not(None),
+    )
+    given = [
+        (one.hparams, one.best_metric, float(one.best_step or 0))
+        for one in connection.execute(query.order_by(trials.id))
+    ]
+    search = changes.searches.peek(transaction, experiment_id)
+    before = 0 if search is None else len(search.observations())
+    recalled = Recalled(source=f"experiment {source_id}", trials=given)
+    changes.search_operations.apply_input(transaction, experiment_id, recalled)
+    taken = 0 if search is None else len(search.observations()) - before
+    told = f"The sampler learns from {taken} of {len(given)} ended trials of experiment"
+    told += f" {source_id}" + ("." if taken else ", as none has values of this space.")
+    update_experiment(connection, experiment_id, warnings=[*row.warnings, told])

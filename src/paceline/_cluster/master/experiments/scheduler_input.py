@@ -29,7 +29,7 @@ from paceline._cluster.master.scheduling.pools import (
     fits_nodes,
     in_pools,
 )
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, slots_by_node
 from paceline._cluster.master.store.quotas import read_groups, read_quotas, read_sharing, reserve
 from paceline._cluster.master.store.reach import current_project, current_reach, current_user
@@ -42,7 +42,7 @@ from paceline._cluster.messages.runner_messages import (
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
 from paceline._cluster.runner.node_runner import installed_packages
 from paceline.config._experiment_config import ExperimentConfig
-from paceline.config._searcher_section import MissingSearcher
+from paceline.config._searcher_registry import MissingSearcher
 
 _NUM_READ_AT_ONCE = 200
 PROJECT_PREFIX = "project:"
@@ -184,7 +184,7 @@ def read_cluster(
 
 def read_pools(connection: Connection) -> dict[str, PoolSettings]:
     """Return the settings of all stored pools, by name."""
-    projects = tables.projects.c
+    projects = user_tables.projects.c
     ids: dict[str, int] = {}
     rows = connection.execute(select(tables.pools)).all()
     if any(row.open_to for row in rows):

@@ -16,8 +16,8 @@ from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.row_ids_and_counts import insert_document
 from paceline._cluster.messages.states import AttemptState, ExperimentState, TrialState
 from paceline.config._validate_config import validate_config
-from paceline.search._search import SPENT_INTERVAL_S, Budget
 from paceline.search._search_method import Limited, Spent
+from paceline.search._search_state import SPENT_INTERVAL_S, Budget
 
 # The kind of the document with what a search had taken when it ended.
 _LAST = "search_time"
@@ -42,7 +42,7 @@ class SearchClock:
         self._is_active: dict[int, bool] = {}
 
     def __call__(self, transaction: Transaction) -> None:
-        """Count the time since the last pass; searches that have used theirs end."""
+        """Count the time since the last pass; searches out of time end."""
         connection, now = transaction.connection, time.monotonic()
         passed_s, self._last = now - self._last, now
         experiments = tables.experiments
@@ -201,7 +201,7 @@ def _told(connection: Connection, experiment_id: int) -> tuple[float, float]:
 
 
 def used_limits(connection: Connection, row: Row[Any]) -> list[dict[str, Any]]:
-    """Return each limit of a search, with what is used and left.
+    """Return each limit of a search, with the used and the remaining amount.
 
     What a search has taken since it was told last goes by the clock of the day, for as long as it
     is not told again at most. Nothing is left of a target.

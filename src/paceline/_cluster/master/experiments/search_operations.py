@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Row, func, insert, select, update
 
 from paceline import faults
+from paceline._base.arguments_and_errors import Rng
 from paceline._cluster.master.experiments.state_decisions import RefusedError, SearchEnd
 from paceline._cluster.master.experiments.stored_searches import Searches
 from paceline._cluster.master.store import tables
@@ -24,8 +25,9 @@ from paceline._cluster.messages.states import (
     ExperimentState,
     TrialState,
 )
-from paceline.config._searcher_section import MissingSearcher, Searcher, SingleSearcher
-from paceline.search._hyperparameter_space import Rng, SpaceError
+from paceline.config._searcher_registry import MissingSearcher, SingleSearcher
+from paceline.config._searcher_section import Searcher
+from paceline.search._hyperparameter_kinds import SpaceError
 from paceline.search._samplers import merged
 from paceline.search._search import Search
 from paceline.search._search_method import (
@@ -110,7 +112,7 @@ def checked_proposal(
 
 
 def read_proposals(connection: Connection, experiment_id: int) -> list[dict[str, Any]]:
-    """Return the proposals for a search by number, with the trials that were made of them."""
+    """Return the proposals for a search by number, with the trials made of them."""
     trials = tables.trials.c
     rows = _rows(connection, experiment_id, _WAITING, _TAKEN)
     ids = [row.content.get("request_id") for row in rows]
@@ -132,7 +134,7 @@ def read_proposals(connection: Connection, experiment_id: int) -> list[dict[str,
 def take_proposal(
     connection: Connection, experiment: Row[Any], search: Search, create: Create
 ) -> Proposed | None:
-    """Return the oldest proposal as the answer to what a search asks; None if none waits.
+    """Return the oldest proposal as the answer to a search's ask; None without any.
 
     One that does not fit the draw of the trial is put aside with the problem. The points that the
     config names come first.
@@ -362,7 +364,7 @@ class SearchOperations:
             self._changes.preempt(transaction, attempt, "it waits for the search")
 
     def take_proposals(self, transaction: Transaction, experiment: Row[Any]) -> None:
-        """Answer open asks of a search by the proposals that wait."""
+        """Answer open asks of a search by waiting proposals."""
         search = self._searches.peek(transaction, experiment.id)
         while search is not None and search.num_asks:
             answer = take_proposal(transaction.connection, experiment, search, search.first_ask())

@@ -1,4 +1,4 @@
-"""State transitions of experiments and trials, and decisions after attempts: pure functions."""
+"""State transitions, decisions after attempts, and ends of unmanaged runs: pure functions."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -436,3 +436,63 @@ def _failed_exit(facts: AttemptFacts, error: str, note: str | None = None) -> Ex
         error=error,
         kind=facts.kind,
     )
+
+
+VANISHED = "The process ended without a word: it was killed, or its machine failed."
+SILENT = (
+    "Nothing was heard of the run for {:.0f} s: it was killed, its machine failed, or the network"
+    " does. It goes on here once it is heard again."
+)
+_NEVER_BEGAN = "The run ended before it recorded anything."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnd:
+    """States of experiment and trial for showing a run."""
+
+    experiment: ExperimentState
+    trial: TrialState
+    reason: str | None = None
+    error: str | None = None
+
+
+def end_of_run(
+    *,
+    is_alive: bool,
+    has_begun: bool,
+    outcome: str | None,
+    error: str | None,
+    vanished: str = VANISHED,
+    left_out: str | None = None,
+) -> RunEnd:
+    """Decide how a run is shown, from its newest attempt.
+
+    A preempted run waits to be resumed, so it is paused.
+
+    Args:
+        is_alive: Whether a process of the run is at work, or more records are to come.
+        has_begun: Whether there is an attempt at all.
+        outcome: How the newest attempt said that it ended, None if it did not.
+        error: The error that it named.
+        vanished: The text for an attempt that recorded no end.
+        left_out: Why nothing more can be read of the run, so that it cannot be resumed either; None
+            if it can.
+    """
+    if left_out is not None and outcome in (None, "preempted"):
+        return RunEnd(experiment=ExperimentState.ERROR, trial=TrialState.ERROR, error=left_out)
+    if outcome is None and is_alive:
+        return RunEnd(experiment=ExperimentState.ACTIVE, trial=TrialState.ACTIVE)
+    if outcome == "preempted":
+        return RunEnd(experiment=ExperimentState.PAUSED, trial=TrialState.ACTIVE)
+    if outcome == "completed":
+        return RunEnd(experiment=ExperimentState.COMPLETED, trial=TrialState.COMPLETED)
+    if outcome == INVALID_HP:
+        # Same states as for an experiment with a single, refusing trial.
+        return RunEnd(
+            experiment=ExperimentState.ERROR,
+            trial=TrialState.COMPLETED,
+            reason=INVALID_HP,
+            error=f"The run refused its hyperparameters: {error or 'InvalidHP'}.",
+        )
+    why = error or (vanished if has_begun else _NEVER_BEGAN)
+    return RunEnd(experiment=ExperimentState.ERROR, trial=TrialState.ERROR, error=why)

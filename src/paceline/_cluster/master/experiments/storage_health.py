@@ -15,7 +15,7 @@ from sqlalchemy import Connection, and_, func, or_, select
 from paceline._cluster.master.experiments.checkpoints import storage_for_others
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StoragePendingError
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.row_ids_and_counts import CHECKPOINTS, ids_parameter, many_ids
 from paceline._cluster.messages.master_models import Storage, StorageUse
@@ -160,7 +160,11 @@ class StorageHealth:
         ]
 
     def _uses(self, connection: Connection) -> list[_Use]:
-        experiments, counts, projects = tables.experiments.c, tables.counts.c, tables.projects.c
+        experiments, counts, projects = (
+            tables.experiments.c,
+            tables.counts.c,
+            user_tables.projects.c,
+        )
         num_bytes = func.coalesce(func.sum(counts.num_bytes), 0).label("num_bytes")
         of_experiment = and_(
             counts.experiment_id == experiments.id,
@@ -172,7 +176,7 @@ class StorageHealth:
                 experiments.id, experiments.name, experiments.owner,
                 projects.name.label("project"), num_bytes,
             )
-            .join(tables.projects, projects.id == experiments.project_id)
+            .join(user_tables.projects, projects.id == experiments.project_id)
             .outerjoin(tables.counts, of_experiment)
             .where(experiments.external_id.is_(None))
             .group_by(experiments.id)

@@ -28,7 +28,7 @@ from paceline._base.journal_records import encode_float
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, Transaction
-from paceline.config._searcher_section import MissingSearcher
+from paceline.config._searcher_registry import MissingSearcher
 from paceline.search._rungs import Losses, pareto_front
 from paceline.search._search import Search
 from paceline.search._search_method import (

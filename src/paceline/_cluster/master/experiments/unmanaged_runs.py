@@ -7,7 +7,6 @@ Nothing here is scheduled: states follow from the journals and whether the run i
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -16,16 +15,19 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline._base.journal_records import AttemptStarted
 from paceline._base.run_directory import RUN_FORMAT_VERSION, RunInfo
-from paceline._cluster.master.experiments.record_ingest import CHIEF, RecordIngest
+from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.state_decisions import (
-    INVALID_HP,
+    SILENT,
+    VANISHED,
     NotFoundError,
     RefusedError,
+    RunEnd,
     SearchEnd,
+    end_of_run,
     experiment_end,
 )
 from paceline._cluster.master.experiments.state_writer import StateChanges
-from paceline._cluster.master.experiments.validations import recompute_best
+from paceline._cluster.master.experiments.validations import CHIEF, recompute_best
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED
 from paceline._cluster.master.store.database import Transaction
@@ -163,66 +165,6 @@ def move_unmanaged_checkpoints(
         .where(checkpoints.c.experiment_id == experiment_id, checkpoints.c.storage == old)
         .values(storage=new)
     )
-
-
-VANISHED = "The process ended without a word: it was killed, or its machine failed."
-SILENT = (
-    "Nothing was heard of the run for {:.0f} s: it was killed, its machine failed, or the network"
-    " does. It goes on here once it is heard again."
-)
-_NEVER_BEGAN = "The run ended before it recorded anything."
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunEnd:
-    """States of experiment and trial for showing a run."""
-
-    experiment: ExperimentState
-    trial: TrialState
-    reason: str | None = None
-    error: str | None = None
-
-
-def end_of_run(
-    *,
-    is_alive: bool,
-    has_begun: bool,
-    outcome: str | None,
-    error: str | None,
-    vanished: str = VANISHED,
-    left_out: str | None = None,
-) -> RunEnd:
-    """Decide how a run is shown, from its newest attempt.
-
-    A preempted run waits to be resumed, so it is paused.
-
-    Args:
-        is_alive: Whether a process of the run is at work, or more records are to come.
-        has_begun: Whether there is an attempt at all.
-        outcome: How the newest attempt said that it ended, None if it did not.
-        error: The error that it named.
-        vanished: The text for an attempt that recorded no end.
-        left_out: Why nothing more can be read of the run, so that it cannot be resumed either; None
-            if it can.
-    """
-    if left_out is not None and outcome in (None, "preempted"):
-        return RunEnd(experiment=ExperimentState.ERROR, trial=TrialState.ERROR, error=left_out)
-    if outcome is None and is_alive:
-        return RunEnd(experiment=ExperimentState.ACTIVE, trial=TrialState.ACTIVE)
-    if outcome == "preempted":
-        return RunEnd(experiment=ExperimentState.PAUSED, trial=TrialState.ACTIVE)
-    if outcome == "completed":
-        return RunEnd(experiment=ExperimentState.COMPLETED, trial=TrialState.COMPLETED)
-    if outcome == INVALID_HP:
-        # Same states as for an experiment with a single, refusing trial.
-        return RunEnd(
-            experiment=ExperimentState.ERROR,
-            trial=TrialState.COMPLETED,
-            reason=INVALID_HP,
-            error=f"The run refused its hyperparameters: {error or 'InvalidHP'}.",
-        )
-    why = error or (vanished if has_begun else _NEVER_BEGAN)
-    return RunEnd(experiment=ExperimentState.ERROR, trial=TrialState.ERROR, error=why)
 
 
 def check_run(info: RunInfo) -> None:

@@ -4,9 +4,11 @@ import json
 from math import isfinite
 from typing import Any
 
-from sqlalchemy import Row, bindparam, select, update
+from msgspec.structs import replace
+from sqlalchemy import Connection, Row, bindparam, select, update
 
 from paceline._base.journal_records import (
+    AnyRecord,
     MetricsReported,
     OperationCompleted,
     decode_value,
@@ -302,3 +304,33 @@ def _number(value: Any) -> float | None:
 def small_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     """Leave large reports out of events; whoever follows reads them from the trial."""
     return metrics if len(json.dumps(metrics)) <= 2000 else {}
+
+
+CHIEF = 0
+
+
+def with_validations(
+    connection: Connection, attempt: Row[Any], rank: int, records: list[AnyRecord]
+) -> list[AnyRecord]:
+    """Return the records, with a validation added for each train function report so marked.
+
+    Other ranks than the chief are not judged, and a run without this master has no search: their
+    reports stay unchanged. A report whose `validation` is still True is shown as the validation
+    beside it.
+    """
+    if not any(isinstance(each, MetricsReported) and each.validation for each in records):
+        return records
+    experiment = StateChanges.experiment(connection, attempt.experiment_id)
+    is_judged = rank == CHIEF and experiment.external_id is None
+    metric = config_of(experiment).searcher.metric
+    found: list[AnyRecord] = []
+    for record in records:
+        if not isinstance(record, MetricsReported) or not record.validation:
+            found.append(record)
+            continue
+        is_whole = record.validation is True
+        judged = record.metrics if record.validation is True else record.validation
+        found.append(replace(record, validation=is_judged and is_whole and metric in judged))
+        if is_judged:
+            found.append(replace(record, group="validation", metrics=judged, validation=is_whole))
+    return found

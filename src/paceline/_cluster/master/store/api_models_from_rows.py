@@ -1,17 +1,34 @@
-"""Rows as models of the API; stored configs, members and environments of attempts."""
+"""Rows as models of the API and encoded lists; stored configs, members and environments."""
 
 import base64
 import hashlib
 import json
+import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, Row, Select, Table, case, delete, func, insert, select
+from pydantic_core import to_json
+from sqlalchemy import (
+    Connection,
+    Row,
+    Select,
+    Table,
+    Text,
+    case,
+    delete,
+    func,
+    insert,
+    select,
+    type_coerce,
+)
 
 from paceline._base.journal_records import encode_float
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
+from paceline._cluster.master.store.database import load_json
 from paceline._cluster.master.store.metric_series import tagged
 from paceline._cluster.master.store.row_ids_and_counts import (
     NO_COUNTS,
@@ -41,8 +58,7 @@ from paceline._cluster.messages.runner_messages import LOCAL_NAME, LOCAL_NODE, A
 from paceline._cluster.messages.states import AttemptState, CheckpointState, ExperimentState
 from paceline.config._environment_and_secrets import hide_secrets
 from paceline.config._experiment_config import ExperimentConfig
-from paceline.config._searcher_registry import searcher_section
-from paceline.config._searcher_section import MissingSearcher
+from paceline.config._searcher_registry import MissingSearcher, searcher_section
 from paceline.config._validate_config import read_stored_config
 
 _MAX_CACHED = 500
@@ -175,8 +191,8 @@ def _columns(row: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 PROJECT_NAME = (
-    select(tables.projects.c.name)
-    .where(tables.projects.c.id == tables.experiments.c.project_id)
+    select(user_tables.projects.c.name)
+    .where(user_tables.projects.c.id == tables.experiments.c.project_id)
     .scalar_subquery()
 )
 """The name of an experiment's project."""
@@ -480,3 +496,95 @@ def _number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return encode_float(float(value))
+
+
+_LIMIT_BYTES = 16 * 1024 * 1024
+# Size estimate for a dictionary entry in Python, with its key and value objects.
+_ENTRY_BYTES = 250
+
+
+class EncodingCache:
+    """Cache of encoded rows, keyed by a digest of their whole content, so entries never go stale.
+
+    Several threads may use it; they may make the same encoding at once.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[bytes, bytes] = {}
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def encoded(self, content: Any, encode: Callable[[], bytes]) -> bytes:
+        """Return the cached encoding of a content, or make and keep a new encoding.
+
+        Args:
+            content: Plain values: all that the encoding depends on, its kind among them.
+            encode: Makes it.
+        """
+        try:
+            plain = msgspec.msgpack.encode(content)
+        except OverflowError:
+            # An integer of more than 64 bits.
+            return encode()
+        key = blake2b(plain, digest_size=16).digest()
+        found = self._kept.get(key)
+        if found is None:
+            found = encode()
+            self._keep(key, found)
+        return found
+
+    def _keep(self, key: bytes, encoded: bytes) -> None:
+        num_bytes = len(encoded) + _ENTRY_BYTES
+        if num_bytes > _LIMIT_BYTES:
+            return
+        with self._lock:
+            # The next lists fill the cache again, so no order of use is kept.
+            if self._num_bytes + num_bytes > _LIMIT_BYTES:
+                self._kept.clear()
+                self._num_bytes = 0
+            if key not in self._kept:
+                self._kept[key] = encoded
+                self._num_bytes += num_bytes
+
+
+_JSON_COLUMNS = ("hparams", "latest_metric")
+LISTED_TRIAL_COLUMNS = (
+    *(
+        tables.trials.c[name]
+        for name in (
+            *("id", "experiment_id", "request_id", "state", "seed", "restarts", "retries"),
+            *("num_attempts", "steps_completed", "progress", "status", "best_metric", "best_step"),
+            *("created_at", "ended_at", "stop_reason", "error", "error_kind", "target_length"),
+            "num_records_lost",
+        )
+    ),
+    *(type_coerce(tables.trials.c[name], Text).label(name) for name in _JSON_COLUMNS),
+)
+"""The columns of trials in a list; JSON columns are text."""
+
+
+def encode_trials(
+    connection: Connection, rows: Sequence[Row[Any]], cache: EncodingCache
+) -> list[bytes]:
+    """Return each trial as JSON.
+
+    Args:
+        connection: The database.
+        rows: The trials' `LISTED_TRIAL_COLUMNS`; more columns may follow.
+        cache: Trials encoded before.
+    """
+    facts = trial_facts(connection, rows)
+    return [_encode_trial(row, facts[row.id], cache) for row in rows]
+
+
+def _encode_trial(row: Row[Any], facts: TrialFacts, cache: EncodingCache) -> bytes:
+    columns = row[: len(LISTED_TRIAL_COLUMNS)]
+
+    def encode() -> bytes:
+        shown = SimpleNamespace(**row._mapping)
+        for name in _JSON_COLUMNS:
+            text = getattr(shown, name)
+            setattr(shown, name, None if text is None else load_json(text))
+        return to_json(trial_model(shown, facts), inf_nan_mode="null")
+
+    return cache.encoded(("trial", columns, facts), encode)

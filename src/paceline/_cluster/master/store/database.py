@@ -32,7 +32,7 @@ from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import QueuePool, StaticPool
 
 from paceline._base.files import open_private
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.reach import REACH, changing_only, current_reach, show_only
 from paceline._cluster.master.store.recovery_rows import watch_rows
 
@@ -378,7 +378,7 @@ class Database:
                 # Schema creation in one transaction: a crash leaves a whole schema or none.
                 if not inspect(connection).get_table_names():
                     version = str(tables.SCHEMA_VERSION)
-                    tables.metadata.create_all(connection)
+                    user_tables.metadata.create_all(connection)
                     connection.execute(
                         insert(tables.meta).values(key="schema_version", value=version)
                     )

@@ -1,15 +1,12 @@
-"""Lists of experiments: filters, columns, keyset pages of any list, caches of encoded rows."""
+"""Lists of experiments: filters, columns, keyset pages of any list, samples, cached names."""
 
 import json
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 from pydantic_core import to_json
 from sqlalchemy import (
     ColumnElement,
@@ -34,10 +31,8 @@ from sqlalchemy import (
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
     PROJECT_NAME,
-    TrialFacts,
+    EncodingCache,
     experiment_model,
-    trial_facts,
-    trial_model,
 )
 from paceline._cluster.master.store.database import load_json
 from paceline._cluster.master.store.metric_series import tagged
@@ -180,98 +175,6 @@ def sample_trials(
         _SAMPLED.where(trials.id.in_(many_ids())), ids_parameter(sorted(chosen))
     )
     return sorted(rows, key=lambda row: row.id), total
-
-
-_LIMIT_BYTES = 16 * 1024 * 1024
-# Size estimate for a dictionary entry in Python, with its key and value objects.
-_ENTRY_BYTES = 250
-
-
-class EncodingCache:
-    """Cache of encoded rows, keyed by a digest of their whole content, so entries never go stale.
-
-    Several threads may use it; they may make the same encoding at once.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[bytes, bytes] = {}
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-
-    def encoded(self, content: Any, encode: Callable[[], bytes]) -> bytes:
-        """Return the cached encoding of a content, or make and keep a new encoding.
-
-        Args:
-            content: Plain values: all that the encoding depends on, its kind among them.
-            encode: Makes it.
-        """
-        try:
-            plain = msgspec.msgpack.encode(content)
-        except OverflowError:
-            # An integer of more than 64 bits.
-            return encode()
-        key = blake2b(plain, digest_size=16).digest()
-        found = self._kept.get(key)
-        if found is None:
-            found = encode()
-            self._keep(key, found)
-        return found
-
-    def _keep(self, key: bytes, encoded: bytes) -> None:
-        num_bytes = len(encoded) + _ENTRY_BYTES
-        if num_bytes > _LIMIT_BYTES:
-            return
-        with self._lock:
-            # The next lists fill the cache again, so no order of use is kept.
-            if self._num_bytes + num_bytes > _LIMIT_BYTES:
-                self._kept.clear()
-                self._num_bytes = 0
-            if key not in self._kept:
-                self._kept[key] = encoded
-                self._num_bytes += num_bytes
-
-
-_JSON_COLUMNS = ("hparams", "latest_metric")
-LISTED_TRIAL_COLUMNS = (
-    *(
-        _trials[name]
-        for name in (
-            *("id", "experiment_id", "request_id", "state", "seed", "restarts", "retries"),
-            *("num_attempts", "steps_completed", "progress", "status", "best_metric", "best_step"),
-            *("created_at", "ended_at", "stop_reason", "error", "error_kind", "target_length"),
-            "num_records_lost",
-        )
-    ),
-    *(type_coerce(_trials[name], Text).label(name) for name in _JSON_COLUMNS),
-)
-"""The columns of trials in a list; JSON columns are text."""
-
-
-def encode_trials(
-    connection: Connection, rows: Sequence[Row[Any]], cache: EncodingCache
-) -> list[bytes]:
-    """Return each trial as JSON.
-
-    Args:
-        connection: The database.
-        rows: The trials' `LISTED_TRIAL_COLUMNS`; more columns may follow.
-        cache: Trials encoded before.
-    """
-    facts = trial_facts(connection, rows)
-    return [_encode_trial(row, facts[row.id], cache) for row in rows]
-
-
-def _encode_trial(row: Row[Any], facts: TrialFacts, cache: EncodingCache) -> bytes:
-    columns = row[: len(LISTED_TRIAL_COLUMNS)]
-
-    def encode() -> bytes:
-        shown = SimpleNamespace(**row._mapping)
-        for name in _JSON_COLUMNS:
-            text = getattr(shown, name)
-            setattr(shown, name, None if text is None else load_json(text))
-        return to_json(trial_model(shown, facts), inf_nan_mode="null")
-
-    return cache.encoded(("trial", columns, facts), encode)
 
 
 # Whoever overrides the hyperparameters of an experiment that is continued waits so long at most.

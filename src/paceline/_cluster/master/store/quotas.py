@@ -23,7 +23,7 @@ from paceline._cluster.master.scheduling.pools import (
     PoolSettings,
     QuotaLimits,
 )
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.api_models_from_rows import num_slots_of
 from paceline._cluster.master.store.row_ids_and_counts import CHECKPOINTS, FILES
 from paceline._cluster.messages.master_models import Quota, Reservation, Usage, UsageKey
@@ -63,8 +63,8 @@ def read_usage(
         until: The last month.
         by: What tells rows apart; the rest is summed up.
     """
-    usage, projects = tables.usage.c, tables.projects.c
-    chosen = select(tables.usage).where(usage.month.between(since, until))
+    usage, projects = user_tables.usage.c, user_tables.projects.c
+    chosen = select(user_tables.usage).where(usage.month.between(since, until))
     found = [(tuple(row[:4]), tuple(row[4:])) for row in connection.execute(chosen)]
     found += _used_by_attempts(connection, beginning_of(since), beginning_of(next_month(until)))
     names = {row.id: row.name for row in connection.execute(select(projects.id, projects.name))}
@@ -101,7 +101,7 @@ def keep_usage(connection: Connection, experiment_id: int) -> None:
     sums: defaultdict[_Key, list[float]] = defaultdict(lambda: [0.0] * len(_AMOUNTS))
     for key, amounts in _used_by_attempts(connection, 0.0, time.time(), experiment_id):
         _add(sums[key], amounts)
-    usage = tables.usage
+    usage = user_tables.usage
     for key, amounts_now in sums.items():
         place = [usage.c[name] == value for name, value in zip(_KEYS, key, strict=True)]
         before = connection.execute(select(usage).where(*place)).first()
@@ -185,7 +185,7 @@ def group_owner(group: str) -> str:
 
 def read_groups(connection: Connection) -> dict[str, str]:
     """Return the groups of users that are in one, as `group_owner` names them."""
-    users = tables.users.c
+    users = user_tables.users.c
     query = select(users.name, users.member_of).where(users.member_of.is_not(None))
     return {row.name: group_owner(row.member_of) for row in connection.execute(query)}
 
@@ -207,7 +207,7 @@ def note_use(
     settings = tables.pools.c
     hours = connection.scalar(select(settings.half_life_hours).where(settings.name == pool))
     half_life_s = hours * 3600 if hours else DEFAULT_HALF_LIFE_S
-    month, use = month_of(end), tables.slot_use
+    month, use = month_of(end), user_tables.slot_use
     key = (month, experiment.owner, experiment.project_id, pool)
     place = [use.c[name] == value for name, value in zip(_KEYS, key, strict=True)]
     slot_s = num_slots * max(end - max(begin, beginning_of(month)), 0.0)
@@ -227,7 +227,7 @@ def note_use(
 
 def note_use_of_month(connection: Connection) -> None:
     """Count what has ended in this month, in a database that was upgraded or made anew."""
-    if connection.scalar(select(func.count()).select_from(tables.slot_use)):
+    if connection.scalar(select(func.count()).select_from(user_tables.slot_use)):
         return
     attempts, experiments = tables.attempts, tables.experiments.c
     pool = experiments.config[("resources", "pool")].as_string().label("pool")
@@ -247,9 +247,9 @@ def note_use_of_month(connection: Connection) -> None:
 
 def read_quotas(connection: Connection) -> Sequence[Row[Any]]:
     """Return the rows of the quotas, those of users first."""
-    quotas = tables.quotas.c
+    quotas = user_tables.quotas.c
     order = (quotas.project_id, quotas.user)
-    return connection.execute(select(tables.quotas).order_by(*order)).all()
+    return connection.execute(select(user_tables.quotas).order_by(*order)).all()
 
 
 def read_sharing(
@@ -299,8 +299,8 @@ def _past_use(
     now: float,
 ) -> dict[str, dict[str, float]]:
     past: dict[str, dict[str, float]] = {name: defaultdict(float) for name in half_lives}
-    use = tables.slot_use.c
-    for row in connection.execute(select(tables.slot_use).where(use.pool.in_(half_lives))):
+    use = user_tables.slot_use.c
+    for row in connection.execute(select(user_tables.slot_use).where(use.pool.in_(half_lives))):
         half_life_s = half_lives[row.pool]
         recent_s = faded(row.recent_s, row.at, now, half_life_s)
         past[row.pool][row.user] += as_slots(recent_s, half_life_s)
@@ -317,7 +317,7 @@ def _last_served(
     connection: Connection, pools: Sequence[str], groups: Mapping[str, str], now: float
 ) -> dict[str, dict[str, float]]:
     """Return by pool when users and groups last had slots that they have given back."""
-    use = tables.slot_use.c
+    use = user_tables.slot_use.c
     # Not those of a clock that was set back: such users would come last until it is there again.
     is_past = use.at <= now
     query = select(use.pool, use.user, func.max(use.at)).where(use.pool.in_(pools), is_past)
@@ -373,7 +373,7 @@ def _owners(user: str, project: int, groups: Mapping[str, str]) -> tuple[_Owner,
 
 
 def _project_names(connection: Connection) -> dict[_Owner, str]:
-    projects = tables.projects.c
+    projects = user_tables.projects.c
     return {row.id: row.name for row in connection.execute(select(projects.id, projects.name))}
 
 
@@ -382,8 +382,8 @@ def slot_hours(
 ) -> Mapping[_Owner, float]:
     """Return the slot hours of users, groups and projects in the month of a moment."""
     hours: defaultdict[_Owner, float] = defaultdict(float)
-    use, month = tables.slot_use.c, month_of(now)
-    for row in connection.execute(select(tables.slot_use).where(use.month == month)):
+    use, month = user_tables.slot_use.c, month_of(now)
+    for row in connection.execute(select(user_tables.slot_use).where(use.month == month)):
         for owner in _owners(row.user, row.project_id, groups):
             hours[owner] += row.slot_s / 3600
     for one in holding:
@@ -451,8 +451,10 @@ def list_quotas(connection: Connection, holding: Sequence[Holding], now: float) 
 
 def read_reservations(connection: Connection, now: float) -> list[Reservation]:
     """Return the reservations that are not over, the next first."""
-    columns = tables.reservations.c
-    query = select(tables.reservations).where(columns.ends_at > now).order_by(columns.begins_at)
+    columns = user_tables.reservations.c
+    query = (
+        select(user_tables.reservations).where(columns.ends_at > now).order_by(columns.begins_at)
+    )
     found = connection.execute(query.order_by(columns.id))
     return [Reservation.model_validate(row, from_attributes=True) for row in found]
 

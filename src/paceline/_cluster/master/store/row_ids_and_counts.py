@@ -23,7 +23,7 @@ from sqlalchemy import (
     update,
 )
 
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.reach import is_restricted
 from paceline._cluster.messages.states import (
     AttemptState,
@@ -261,7 +261,7 @@ TRIGGERS = (
 )
 
 
-@event.listens_for(tables.metadata, "after_create")
+@event.listens_for(user_tables.metadata, "after_create")
 def _add_triggers(_metadata: MetaData, connection: Connection, **_options: Any) -> None:
     for trigger in TRIGGERS:
         connection.exec_driver_sql(trigger)

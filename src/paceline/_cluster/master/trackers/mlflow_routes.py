@@ -210,8 +210,6 @@ def trial_of_place(place: FilePlace, connection: Connection) -> Row[Any]:
 
 logger = logging.getLogger(__name__)
 
-MAX_ARTIFACT_BYTES = 64 * 1024**3
-_CHUNK = 1024 * 1024
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _LISTS = ("order_by", "run_ids", "stages", "experiment_ids")
 _PROXY = "/api/2.0/mlflow-artifacts"

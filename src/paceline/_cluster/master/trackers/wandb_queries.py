@@ -13,6 +13,7 @@ from paceline._base.journal_records import AlertRaised
 from paceline._cluster.master.experiments.logged_runs import get_document, list_documents
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.row_ids_and_counts import update_experiment
+from paceline._cluster.master.trackers import wandb_artifact_changes
 from paceline._cluster.master.trackers import wandb_artifacts as artifacts
 from paceline._cluster.master.trackers import wandb_sweeps as sweeps
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError, chosen_runs, page
@@ -100,7 +101,7 @@ def mutation_fields(asked: Asked) -> Fields:
         "createAgent": partial(sweeps.create_agent, asked),
         "agentHeartbeat": partial(sweeps.beat, asked),
         "linkArtifact": partial(_refuse, "Registries", "give the artifact an alias."),
-        **artifacts.mutation_fields(asked),
+        **wandb_artifact_changes.mutation_fields(asked),
     }
 
     def with_input(change: Callable[[Mapping[str, Any]], Any], arguments: Fields) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline._base.arguments_and_errors import Rng
 from paceline._cluster.master.api.requests_and_answers import ApiError
 from paceline._cluster.master.experiments.logged_runs import (
     change_document,
@@ -30,17 +31,16 @@ from paceline._cluster.master.trackers.wandb_runs import (
 )
 from paceline._cluster.master.trackers.wandb_values import parse_json, storable
 from paceline.config._read_yaml import parse_yaml
-from paceline.search._hyperparameter_space import (
+from paceline.search._hyperparameter_kinds import (
     Categorical,
     Const,
     DoubleRange,
     IntRange,
     Leaf,
     LogRange,
-    Rng,
-    Space,
     SpaceError,
 )
+from paceline.search._hyperparameter_space import Space
 
 SWEEP, AGENT = "wandb-sweep", "wandb-agent"
 # Parsed in the writer's transaction, for which all others wait.

@@ -3,7 +3,7 @@
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,8 +194,10 @@ class _RecordedInputs(SearchOperations):
         experiment_id: int,
         given: Input,
         row: Row[Any] | None = None,
-    ) -> None:
+        settle: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Do nothing: the input is recorded."""
+        return True
 
 
 class _JudgedBefore(StateChanges):

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row, delete, select
 from paceline import faults
 from paceline._base.files import regular_opener
 from paceline._base.journal_files import frame_line
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.database import Database, DatabaseLostError, Transaction
 from paceline._cluster.master.store.recovery_rows import (
     ALL,
@@ -295,7 +295,7 @@ _COMPARED = {
 _EXTREMES = ("min", "max", "last")
 
 # Tables recorded for users and tokens only, besides the tables of experiments.
-_ACCOUNTS = (tables.users, tables.tokens)
+_ACCOUNTS = (user_tables.users, user_tables.tokens)
 
 Key = tuple[str, tuple[Any, ...]]
 

@@ -1,7 +1,10 @@
-"""Nested state as JSON and safetensors, with versions."""
+"""Nested state as tensors and a tree, as JSON and safetensors, with versions."""
 
 import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from safetensors.torch import load_file
 
 from paceline._base.journal_records import decode_value, encode_float
 from paceline._training.engine.checkpoints.stored_tensors import (
+    LazyTensor,
     ShardedTensor,
     ShardFiles,
     StoredTensor,
@@ -18,8 +22,10 @@ from paceline._training.engine.checkpoints.stored_tensors import (
     WholeTensors,
     tensor_file_pieces,
     whole,
+    with_items,
     write_whole_tensors,
 )
+from paceline._training.engine.devices import is_sharded
 from paceline.storage import _checkpoint_files
 from paceline.storage._checkpoint_files import (
     CheckpointCorruptError,
@@ -395,3 +401,184 @@ def _upgraded(name: str, part: dict[str, Any], version: int) -> dict[str, Any]:
     for earlier in range(version, _checkpoint_files.STATE_VERSION):
         _STEPS[earlier](name, part)
     return part
+
+
+@dataclass(slots=True, eq=False)
+class OwnPiece:
+    """This rank's piece of a sharded tensor.
+
+    Attributes:
+        local: The piece, or None if another rank stores it; in a state whose tensors are numbered,
+            its number.
+        spec: The shape and type of the whole, and how it is divided.
+    """
+
+    local: Any
+    spec: Any
+
+
+@dataclass(frozen=True)
+class StateInPieces:
+    """Part of a checkpoint with sharded tensors stored in pieces.
+
+    Attributes:
+        state: The nested state.
+        name: The prefix of its pieces' names, alike on all ranks that have some.
+        first_rank: As for `take_sharded_tensor_pieces`.
+        is_whole: Whether this rank also stores the tensors that are not sharded.
+    """
+
+    state: Any
+    name: str
+    first_rank: int = 0
+    is_whole: bool = True
+
+
+def own_piece(tensor: Any, first_rank: int) -> OwnPiece:
+    """Return this rank's piece of a sharded tensor; training pauses meanwhile."""
+    # Private attributes: the public ones create a new tensor through autograd.
+    spec, local = tensor._spec, tensor._local_tensor
+    if not local.numel() or _is_copy(spec.mesh, spec.placements, first_rank):
+        local = None
+    return OwnPiece(local, spec)
+
+
+@lru_cache(maxsize=4096)
+def _is_copy(mesh: Any, placements: Any, first_rank: int) -> bool:
+    """Tell whether another rank stores the same piece."""
+    return first_rank not in mesh.mesh or any(
+        placement.is_replicate() and mesh.get_local_rank(dim)
+        for dim, placement in enumerate(placements)
+    )
+
+
+_PLAIN = frozenset((int, float, str, bool, type(None)))
+
+
+class TensorSlot(int):
+    """Placeholder for a tensor in a nested value: its number."""
+
+
+class TensorCollector:
+    """Take the tensors out of a nested value.
+
+    Training stands still meanwhile, so the most common values are looked at without a call,
+    and the pieces of sharded tensors that are divided as before are recognized.
+
+    Args:
+        pieces_before: The pieces of the last collector.
+        num_first: How many tensors `take_first` wants at least; none by default.
+        take_first: Called once with the first tensors, while the others are still to be found.
+
+    Attributes:
+        tensors: The tensors found, in order. Of a sharded tensor this is the rank's piece.
+        pieces: By number of the tensor, the piece of a sharded one and the first of the ranks that
+            store it.
+    """
+
+    def __init__(
+        self,
+        pieces_before: Mapping[int, tuple[OwnPiece, int]],
+        num_first: int = sys.maxsize,
+        take_first: Callable[[list[torch.Tensor]], None] = lambda tensors: None,
+    ) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.pieces: dict[int, tuple[OwnPiece, int]] = {}
+        self._before = pieces_before
+        self._num_first, self._take_first = num_first, take_first
+        self._is_whole, self._first_rank = True, 0
+
+    def collect(self, value: Any) -> Any:
+        """Return a copy of a nested value with a slot for each tensor."""
+        if isinstance(value, torch.Tensor):
+            return self._collect_tensor(value)
+        if isinstance(value, dict):
+            return self._collect_items(value)
+        if isinstance(value, (list, tuple)):
+            if _PLAIN.issuperset(map(type, value)):
+                # Fast path for plain numbers, for example a generator's state.
+                return list(value) if isinstance(value, list) else tuple(value)
+            items = [item if type(item) in _PLAIN else self.collect(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, StateInPieces):
+            before = self._is_whole, self._first_rank
+            self._is_whole, self._first_rank = value.is_whole, value.first_rank
+            tree = self.collect(value.state)
+            self._is_whole, self._first_rank = before
+            return replace(value, state=tree)
+        # An array may be changed in place while it is being written.
+        return value.copy() if type(value).__module__ == "numpy" else value
+
+    def _collect_items(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        tree: dict[Any, Any] = {}
+        tensors, before, pieces = self.tensors, self._before, self.pieces
+        is_whole, first_rank = self._is_whole, self._first_rank
+        for key, item in value.items():
+            kind = type(item)
+            if kind is torch.Tensor:
+                if is_whole:
+                    tree[key] = TensorSlot(len(tensors))
+                    tensors.append(item)
+                else:
+                    tree[key] = None
+            elif kind in _PLAIN:
+                tree[key] = item
+            elif kind is dict:
+                tree[key] = self._collect_items(item)
+            elif kind.__name__ == "DTensor":
+                number = len(tensors)
+                known = before.get(number)
+                if known is None or known[0].spec is not item._spec or known[1] != first_rank:
+                    tree[key] = self._collect_tensor(item)
+                else:
+                    pieces[number] = known
+                    tree[key] = known[0]
+                    tensors.append(item._local_tensor)
+            else:
+                tree[key] = self.collect(item)
+        if len(tensors) >= self._num_first:
+            self._num_first = sys.maxsize
+            self._take_first(tensors)
+        return tree
+
+    def _collect_tensor(self, tensor: torch.Tensor) -> Any:
+        number = TensorSlot(len(self.tensors))
+        if is_sharded(tensor):
+            piece = own_piece(tensor, self._first_rank)
+            if piece.local is not None:
+                self.tensors.append(piece.local)
+                piece.local = number
+                self.pieces[number] = piece, self._first_rank
+            return piece
+        if not self._is_whole:
+            return None
+        self.tensors.append(tensor.read() if isinstance(tensor, LazyTensor) else tensor)
+        return number
+
+
+def slot_path(tree: Any, number: int, path: str = "") -> str | None:
+    """Return a numbered slot's path in a tree from `TensorCollector`; None if absent."""
+    if type(tree) is TensorSlot:
+        return path if tree == number else None
+    if isinstance(tree, StateInPieces):
+        return slot_path(tree.state, number, path)
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(tree)
+    found = (slot_path(item, number, f"{path}.{key}".lstrip(".")) for key, item in items)
+    return next((one for one in found if one is not None), None)
+
+
+def fill_tensor_slots(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the value collected by a `TensorCollector`, with given tensors in its slots."""
+    if type(tree) is TensorSlot:
+        return tensors[tree]
+    if isinstance(tree, OwnPiece):
+        return OwnPiece(fill_tensor_slots(tree.local, tensors), tree.spec)
+    if isinstance(tree, StateInPieces):
+        return replace(tree, state=fill_tensor_slots(tree.state, tensors))
+    if type(tree) in (list, tuple) and _PLAIN.issuperset(map(type, tree)):
+        return tree  # Fast path for plain numbers, as in `TensorCollector`.
+    return with_items(tree, partial(fill_tensor_slots, tensors=tensors))

@@ -1,13 +1,12 @@
 """Template: a process with libraries loaded and nothing else, whose forks become programs.
 
-Also: messages to it. A template never sees the environment of a fork, which each fork reads itself.
+A template never sees the environment of a fork, which each fork reads itself.
 """
 
 import ctypes
 import errno
 import gc
 import importlib
-import json
 import mmap
 import os
 import select
@@ -23,57 +22,9 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import paceline
+from paceline._base.process_and_network import receive_message, send_message
 from paceline._training.workers.processes.signals_and_leftovers import JOB_SIGNALS, end_marked
 from paceline._training.workers.processes.supervised_exec import PR_SET_PDEATHSIG
-
-_LENGTH = struct.Struct("!I")
-# The three standard streams and the program's further descriptors.
-_MOST_DESCRIPTORS = 16
-
-
-def send_message(
-    end: socket.socket, content: dict[str, Any], descriptors: Sequence[int] = ()
-) -> None:
-    """Send a message.
-
-    Raises:
-        OSError: The other side has gone.
-    """
-    body = json.dumps(content).encode()
-    socket.send_fds(end, [_LENGTH.pack(len(body))], list(descriptors))
-    end.sendall(body)
-
-
-def receive_message(end: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Wait for a message with its descriptors, and return both; None if the other side has gone.
-
-    Raises:
-        TimeoutError: The socket has a timeout, and it passed.
-    """
-    try:
-        header, descriptors, _, _ = socket.recv_fds(
-            end, _LENGTH.size, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-        )
-        if not header:
-            return None
-        header += _receive_all(end, _LENGTH.size - len(header))
-        body = _receive_all(end, _LENGTH.unpack(header)[0])
-    except TimeoutError:
-        raise
-    except OSError:
-        return None
-    return json.loads(body), descriptors
-
-
-def _receive_all(end: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = end.recv(size - len(data))
-        if not piece:
-            raise ConnectionResetError("The other side has gone in the middle of a message.")
-        data += piece
-    return bytes(data)
-
 
 STATUS = struct.Struct("!i")
 

@@ -328,6 +328,28 @@ def test_a_reservation_that_has_begun_lets_in_nobody_of_the_next_one(master: Any
     ]
 
 
+def test_a_clock_that_jumps_past_a_reservation_and_back_finds_it_again(
+    master: Any, add: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add("ada")
+    now = time.time()
+    times = {"begins_at": now + 2 * HOUR_S, "ends_at": now + 4 * HOUR_S}
+    master.http.post("/nodes/local/reservations", json={"user": "ada", **times})
+    number = start(master.http)
+    for hours, is_free in ((3.0, False), (9.0, True), (-9.0, True), (3.0, False)):
+        monkeypatch.setattr(time, "time", lambda hours=hours: now + hours * HOUR_S)
+        master.schedule()
+        with master.core.database.read() as connection:
+            [node] = master.core.reconciler.cluster(connection, time.time()).nodes
+        assert node.is_closed_to("admin") is not is_free
+        # Who has begun in a time that was free leaves; nobody is let in before.
+        preempted = [] if is_free else ["its node is reserved for others"] * len(running(master))
+        with master.core.database.read() as connection:
+            asked = select(tables.attempts.c.preempt_reason)
+            assert [one for one in connection.execute(asked).scalars() if one] == preempted
+    assert running(master) == [number] * 2
+
+
 def test_a_reservation_of_nothing_is_refused(master: Any) -> None:
     body = {"user": "admin", "begins_at": 5, "ends_at": 2**33}
     reserve = master.http.post

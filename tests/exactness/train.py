@@ -21,7 +21,7 @@ from torch import nn
 from paceline import pytorch
 from paceline._training.engine.weighted_means import WeightedMeans
 from paceline.data._order_and_random_generators import capture_random_state
-from paceline.pytorch import _memory_checkpoints, _training_checkpoints
+from paceline.pytorch import _memory_checkpoints, _resumable_training
 from paceline.pytorch._loop_agreement_and_reports import RankAgreement
 
 CHECKPOINT_EVERY: Any = os.environ.get("CHECKPOINT_EVERY", "6")
@@ -184,14 +184,14 @@ def drop(item: str, parts: dict[str, Any], trial: Trial) -> None:
 
 def drop_at_restore(trial: Trial) -> None:
     """Have the item that DROP names dropped before anything is made of the state."""
-    item, read = os.environ.get("DROP", ""), _training_checkpoints.read_state
+    item, read = os.environ.get("DROP", ""), _resumable_training.read_state
 
     def read_and_drop(*place: Any, **options: Any) -> dict[str, Any]:
         parts = read(*place, **options)
         drop(item, parts, trial)
         return parts
 
-    _training_checkpoints.read_state = read_and_drop
+    _resumable_training.read_state = read_and_drop
 
 
 def main() -> None:

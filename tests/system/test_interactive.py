@@ -44,9 +44,17 @@ def num_slots() -> int:
 
 @pytest.fixture
 def master(
-    make_master: Callable[..., MasterProcess], free_port: int, num_slots: int
+    make_master: Callable[..., MasterProcess],
+    free_port: int,
+    num_slots: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> MasterProcess:
     """Return a running master, which comes back at the same address."""
+    # Shells read what the person at this machine has written for them, which may take long.
+    home = tmp_path / "person"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
     options = ("--port", str(free_port), "--runner-timeout", "10")
     return make_master(num_slots, "home", *options).start()
 

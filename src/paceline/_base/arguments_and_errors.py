@@ -215,14 +215,17 @@ def bytes_of(value: object) -> int | None:
     return None if number is None or number < 1 else int(number)
 
 
-def seconds_of(value: object) -> float | None:
+def seconds_of(value: object, *, may_be_zero: bool = False) -> float | None:
     """Return a time in seconds, None if the value is none.
 
     Args:
         value: A number above 0, or one with s, m or min, h, d or w.
+        may_be_zero: Whether 0 is a time, as for an age.
     """
     number = _number(value, _SECONDS)
-    return None if number is None or number <= 0 else float(number)
+    if number is None or number < 0 or (number == 0 and not may_be_zero):
+        return None
+    return float(number)
 
 
 def _number(value: object, units: dict[str, int]) -> float | None:

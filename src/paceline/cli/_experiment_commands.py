@@ -296,7 +296,7 @@ def _moment(text: str) -> float:
     Raises:
         CommandError: The text is neither.
     """
-    if (age_s := seconds_of(text)) is not None:
+    if (age_s := seconds_of(text, may_be_zero=True)) is not None:
         return time.time() - age_s
     try:
         return datetime.fromisoformat(text).timestamp()

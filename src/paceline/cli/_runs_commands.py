@@ -400,7 +400,7 @@ def prune(
 
     if (older_than is None) == (keep is None):
         raise CommandError("`--older-than` or `--keep` must be given, and not both.")
-    age_s = None if older_than is None else seconds_of(older_than)
+    age_s = None if older_than is None else seconds_of(older_than, may_be_zero=True)
     if older_than is not None and age_s is None:
         raise CommandError(
             "`--older-than` must be a number with the unit m, h, d or w, such as 30d, but got"

@@ -222,8 +222,10 @@ GROUP_VARIABLE = "PACELINE_WORKER_GROUP"
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.01
-# After so many looks at all processes without finding one there is none.
+# After so many looks at all processes without finding one there is none. Where there were some, the
+# looks go on for a while: on a busy machine, an exec without an environment takes its time.
 _CLEAN_LOOKS = 2
+_CLEAN_S = 0.3
 
 _adopting_lock = threading.Lock()
 _num_adopting = 0
@@ -337,7 +339,7 @@ def end_stray_processes(group_id: str, timeout_s: float = 2.0) -> int:
     return len(killed)
 
 
-def end_marked(group_id: str, timeout_s: float = 5.0) -> int:
+def end_marked(group_id: str, timeout_s: float = 20.0) -> int:
     """Kill all processes left by a group on this machine, in any session and with any parent.
 
     They are known by the group's mark in their environment, so that it makes no difference which
@@ -351,11 +353,14 @@ def end_marked(group_id: str, timeout_s: float = 5.0) -> int:
         return 0
     killed: set[int] = set()
     deadline = time.monotonic() + timeout_s
-    num_clean = 0
+    num_clean, clean_at = 0, 0.0
     # Several looks: processes may fork meanwhile, and show no environment during an exec.
-    while num_clean < _CLEAN_LOOKS and time.monotonic() < deadline:
+    while (now := time.monotonic()) < deadline:
+        if num_clean >= _CLEAN_LOOKS and now >= clean_at:
+            break
         marked = [pid for pid in all_pids() if pid != os.getpid() and _has_mark(pid, group_id)]
         num_clean = 0 if marked else num_clean + 1
+        clean_at = now + _CLEAN_S if marked else clean_at
         killed.update(pid for pid in marked if _kill_marked(pid, group_id))
         time.sleep(_POLL_S)
     return len(killed)

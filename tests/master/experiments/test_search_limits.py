@@ -125,6 +125,31 @@ def test_used_time_is_that_of_now_and_that_of_the_end_is_kept(
     bench.check_replay(experiment_id)
 
 
+def test_a_canceled_search_that_goes_on_under_the_same_limits_pays_for_no_time_between(
+    bench: Any, clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment_id = bench.create("random", searcher=LONG | {"limits": {"max_wall_time": 1000}})
+    attempts = [bench.start(1), bench.live_attempt(2).id]
+    today, moved = time.time(), [0.0]
+    monkeypatch.setattr(time, "time", lambda: today + moved[0])
+    step = SearchClock(bench.changes)
+    for seconds in (0, 30, 9000):
+        if seconds == 9000:
+            bench.command("cancel", experiment_id)
+            for attempt in attempts:
+                bench.leave(attempt)
+            assert bench.state(experiment_id) == "CANCELED"
+            bench.write(step)
+        clock(seconds)
+        moved[0] += seconds
+        bench.write(step)
+    bench.command("continue_experiment", experiment_id, {})
+    bench.write(SearchClock(bench.changes))
+    assert bench.state(experiment_id) == "ACTIVE"
+    assert used(bench, experiment_id)["max_wall_time"] == pytest.approx((30, 970), abs=3)
+    bench.check_replay(experiment_id)
+
+
 def edit(bench: Any, experiment_id: int, **limits: Any) -> None:
     bench.write(lambda t: edit_experiment(t, bench.changes, experiment_id, limits=limits))
 

@@ -397,6 +397,7 @@ class Commands:
         self._reopen(transaction, experiment_id, end)
         if is_unfinished:
             self._changes.tell_missed_exits(transaction, experiment_id)
+            tell_time_before(transaction, self._changes, experiment_id)
 
     def _reopen(self, transaction: Transaction, experiment_id: int, end: SearchEnd | None) -> None:
         update_experiment(

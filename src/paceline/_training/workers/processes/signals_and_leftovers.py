@@ -339,7 +339,7 @@ def end_stray_processes(group_id: str, timeout_s: float = 2.0) -> int:
     return len(killed)
 
 
-def end_marked(group_id: str, timeout_s: float = 20.0) -> int:
+def end_marked(group_id: str, timeout_s: float = 5.0) -> int:
     """Kill all processes left by a group on this machine, in any session and with any parent.
 
     They are known by the group's mark in their environment, so that it makes no difference which

@@ -95,7 +95,7 @@ ONE_FILE_EACH := --dist loadfile --no-loadscope-reorder
 TEST_PROCESSES ?= 6
 # So many tests that failed run once more alone: what passes then is named, and has a defect of order
 # or of load to be found.
-MOST_REPEATED ?= 3
+MOST_REPEATED ?= 5
 
 # A provider to sign in by, which runs with Node; its tests skip, and say so, where none can be had.
 oidc: | $(BIN)/python

@@ -93,8 +93,8 @@ def test_every_command_of_the_skill_runs(
     plain = searched / "plain.py"
     plain.write_text(script)
     alone = subprocess.run(
-        [sys.executable, plain.name], cwd=searched, env=environment_of(tmp_path / "none"),
-        capture_output=True, text=True, timeout=280,
+        [sys.executable, plain.name], cwd=searched, capture_output=True, text=True, timeout=280,
+        env=environment_of(tmp_path / "none", PACELINE_PROGRESS="1"),
     )  # fmt: skip
     assert "loss=0.0125" in alone.stdout + alone.stderr, f"{alone.stdout}{alone.stderr}"
     [config] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)

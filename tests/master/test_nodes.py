@@ -1262,6 +1262,26 @@ def test_a_bad_node_eats_no_search_while_the_good_one_is_away(
     assert set(states.values()) == {"COMPLETED"}, states
 
 
+@pytest.mark.parametrize("closed", ["drained", "reserved"])
+def test_a_trial_that_failed_waits_for_no_node_that_is_away_and_closed_to_it(
+    master: Any, join: Callable[..., FakeRunner], closed: str
+) -> None:
+    bad, away = join("bad"), join("away")
+    away.work(is_leaving=True)
+    if closed == "drained":
+        assert master.http.post("/nodes/away/slots/0/drain", json={}).status_code == 204
+    else:
+        assert master.http.post("/users", json={"name": "eve"}).status_code in (200, 201)
+        times = {"begins_at": time.time() - 1, "ends_at": time.time() + 3600}
+        wanted = {"user": "eve", **times}
+        reserved = master.http.post("/nodes/away/reservations", json=wanted)
+        assert reserved.is_success, reserved.text
+    master.create(**SINGLE, max_restarts=3)
+    failed = fail_once(master, bad)
+    run(master)
+    assert [trial_of(master, attempt_id) for attempt_id in bad.take()] == [failed]
+
+
 def test_nodes_do_not_rest_if_all_of_them_fail(
     master: Any, join: Callable[..., FakeRunner]
 ) -> None:

@@ -55,7 +55,8 @@ def test_a_check_that_hangs_ends_and_counts_as_failed(
     """A module that hangs is named."""
     put_torch(HANGS, tmp_path, monkeypatch)
     problem = MachineWatch(tmp_path, 60.0).find_problem(limit_s=2.0)
-    assert problem == "torch: no answer within 2 s", f"{problem=}"
+    # On a busy machine, the other checks may need more as well.
+    assert "torch: no answer within 2 s" in problem.split("; "), f"{problem=}"
 
 
 def test_a_machine_that_computes_wrongly_is_found(

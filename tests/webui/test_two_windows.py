@@ -15,6 +15,8 @@ def test_notes_that_two_windows_edit_are_not_lost(master: Any, open_page: Any, c
     mine, theirs = open_page(master, path), open_page(master, path)
     mine.get_by_role("textbox", name="Notes").fill("mine")
     theirs.get_by_role("textbox", name="Notes").fill("theirs")
+    # What is shown comes above the button, and moves it.
+    expect(theirs.get_by_role("region", name="Notes as they are shown")).to_have_text("theirs")
     theirs.get_by_role("button", name="Save").click()
     expect(theirs.get_by_text("Saved", exact=True)).to_be_visible()
     alert = mine.get_by_role("alert")

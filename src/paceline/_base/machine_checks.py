@@ -163,14 +163,16 @@ print(json.dumps({"free_gib": free, "sync_s": sorted(times)[2], "offset_s": offs
 """
 
 
-def check_directory(name: str, directory: Path, niceness: int = 0) -> Finding:
+def check_directory(
+    name: str, directory: Path, limit_s: float = LIMIT_S, niceness: int = 0
+) -> Finding:
     """Return how the disk of a directory stands: space, locks, fsync and its clock."""
     place = directory.absolute()
     # A missing directory is made below the nearest one that exists.
     while not place.is_dir():
         place = place.parent
     try:
-        disk = _answer(_DISK_PROGRAM, LIMIT_S, str(place), niceness=niceness)
+        disk = _answer(_DISK_PROGRAM, limit_s, str(place), niceness=niceness)
     except FAILURES as error:
         hint = "it must be writable, with locks (flock): choose another directory."
         return Finding(name, f"{place} cannot be used: {failure_reason(error)}", "problem", hint)
@@ -250,7 +252,7 @@ class MachineWatch:
         """
         found = [
             *check_devices(limit_s, limit_s, _NICENESS),
-            check_directory("Directory", self._directory, _NICENESS),
+            check_directory("Directory", self._directory, limit_s, _NICENESS),
             check_memory(),
         ]
         return "; ".join(f"{one.name}: {one.detail}" for one in found if one.level == "problem")

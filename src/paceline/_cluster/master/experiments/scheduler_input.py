@@ -80,14 +80,15 @@ class Cluster:
         for trial in waiting_trials(
             connection, is_by_arrival=self.is_by_arrival, failed_on=self.failed_on
         ):
+            excluded = self.excluded.get(trial.trial_id, frozenset())
             awaits = bool(trial.failed_on) and any(
                 node.pool == trial.pool
-                and node.node_id not in trial.failed_on
+                and node.node_id not in trial.failed_on | excluded
                 and len(set(node.slots) - node.drained) >= trial.num_slots
+                and not node.is_closed_to(trial.user)
                 for node in self.returning
             )
-            if awaits or trial.trial_id in self.excluded:
-                excluded = self.excluded.get(trial.trial_id, frozenset())
+            if awaits or excluded:
                 yield replace(trial, awaits_node=awaits, excluded=excluded)
             else:
                 yield trial
@@ -149,6 +150,10 @@ def read_cluster(
     placed, returning = in_pools(nodes, pools), in_pools(returning, pools)
     failing = resting_nodes(failing, placed, returning)
     resting = lacking | failing
+    returning = [
+        replace(node, drained=node.drained | drained.get(node.node_id, frozenset()))
+        for node in reserve(connection, returning, now)
+    ]
     known = [
         replace(
             node,

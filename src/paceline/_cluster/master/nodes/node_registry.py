@@ -512,7 +512,12 @@ class Nodes(Machines):
         """Return the slots of absent nodes seen within the last minutes."""
         with self._lock:
             return [
-                node.slots(can_join=False, is_open=False, only_pool=self.only_pool(node))
+                node.slots(
+                    can_join=False,
+                    is_open=False,
+                    only_pool=self.only_pool(node),
+                    owner=self.owner(node),
+                )
                 for node in self.all()
                 if not node.is_draining
                 and (self.presence.is_lost(node.id) or self.presence.is_cut_off(node.id))

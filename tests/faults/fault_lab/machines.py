@@ -31,6 +31,7 @@ class Machine:
         self.address = address
         self._port = port
         self._bridge = bridge
+        self._is_cut = False
 
     def command(self, *words: str) -> list[str]:
         """Return the command that runs another one on this machine, as the same process."""
@@ -39,10 +40,12 @@ class Machine:
     def cut(self) -> None:
         """Drop all packets between it and all others; nobody is told."""
         _ip("link", "set", self._port, "nomaster")
+        self._is_cut = True
 
     def heal(self) -> None:
         """Let packets through again."""
         _ip("link", "set", self._port, "master", self._bridge)
+        self._is_cut = False
 
     def limit(self, bytes_per_s: int) -> bool:
         """Send at most so many bytes in a second from now on; False if this system cannot do so."""
@@ -63,7 +66,12 @@ class Machine:
         return subprocess.run(command, check=False).returncode == 0
 
     def separate(self, is_separate: bool) -> None:
-        """Drop packets between it and other separate machines; this one, the bridge, is reached."""
+        """Drop packets between it and other separate machines; this one, the bridge, is reached.
+
+        A machine that is cut off has no such state, and comes back without it.
+        """
+        if self._is_cut:
+            return
         state = "on" if is_separate else "off"
         command = ["bridge", "link", "set", "dev", self._port, "isolated", state]
         subprocess.run(command, check=True)

@@ -109,6 +109,10 @@ METRICS = record(
     "RunMetrics", group=str, steps_completed=int, attempt=int, is_superseded=bool,
     metrics=dict[str, Any],
 )  # fmt: skip
+MetricOfTrial = record(
+    "MetricOfTrial", trial_id=int, group=str, steps_completed=int, attempt=int, time=float,
+    metrics=dict[str, Any],
+)  # fmt: skip
 ALERT = record("RunAlert", time=float, level=str, title=str, description=str)
 DIFFERENCE = record("Difference", place=str, path=str, detail=str)
 OUTCOME = record(
@@ -274,6 +278,7 @@ COMMANDS: dict[str, Any] = {
     "experiment list-trials": list[Trial],
     "experiment list-checkpoints": list[Checkpoint],
     "experiment logs": LogLine,
+    "experiment metrics": MetricOfTrial,
     "trial list": list[Trial],
     "trial describe": DescribedTrial | list[AttemptEnvironment],
     "trial metrics": MetricRow,
@@ -332,7 +337,7 @@ COMMANDS: dict[str, Any] = {
     "examples copy": record("CopiedExample", name=str, path=str),
     "home check": HOME_CHECK,
 }  # fmt: skip
-LINES = ("backup", "experiment logs", "trial logs", "trial metrics")
+LINES = ("backup", "experiment logs", "experiment metrics", "trial logs", "trial metrics")
 ERROR = record("Error", code=str, message=str, hint=str | None)
 
 

@@ -89,6 +89,11 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("trial describe", trial)["id"] == trial
     assert run("trial describe", trial, "--environment")[0]["number"] == 1
     assert run("trial metrics", trial)["metrics"] == {"train_loss": 0.5}
+    of_trial = run("experiment metrics", one, "-g", "training")
+    assert (of_trial["trial_id"], of_trial["metrics"]) == (trial, {"train_loss": 0.5})
+    refused = mastered("e", "metrics", one, "-g", "trainig", code=1).stderr
+    assert "must be one that experiment" in refused
+    assert "reported (training, validation), but got 'trainig'" in refused
     run("trial time", trial)
     assert run("trial files", trial) == []
     assert run("trial download-files", trial, "-o", tmp_path / "e")["files"] == []

@@ -39,6 +39,7 @@ COMMANDS = {
         "list-checkpoints",
         "list-trials",
         "logs",
+        "metrics",
         "move",
         "note",
         "pause",

@@ -79,7 +79,7 @@ def test_it_shows_who_runs_where_who_waits_and_what_is_lost_and_drained(
         f"Trial {third.trials()[0].id} of experiment {third.id} comes before it"
     )
     waits = open_page(cluster, f"/trials/{third.trials()[0].id}").get_by_role("status")
-    waits = waits.filter(has_text="It waits:")
+    waits = waits.filter(has_text="It waits until")
     expect(waits).to_contain_text("It waits until 1 of 1 slot is free.")
     second.set_priority(40)
     expect(rows.nth(1)).to_contain_text("second")

@@ -48,11 +48,13 @@ def test_one_comes_back_to_the_page_that_was_wanted(lab: Any, open_page: Any) ->
     assert page.url.endswith("/experiments?q=a%20b")
     assert page.request.get("/api/v1/session").json()["owner"] == "ann"
     page.get_by_role("button", name="Sign out").click()
+    # Whoever leaves the page at once is not signed out.
+    expect(page.get_by_role("link", name="Sign in with The lab")).to_be_visible()
     # The provider knows her still, and asks for no password.
     page.goto("/sign-in?next=/models")
     page.get_by_role("link", name="Sign in with The lab").click()
     page.get_by_role("button", name="Continue").click()
-    expect(page.get_by_role("heading", name="Models")).to_be_visible()
+    expect(page.get_by_role("heading", name="Models", exact=True)).to_be_visible()
 
 
 def test_who_is_refused_is_told_why_and_is_not_signed_in(lab: Any, open_page: Any) -> None:

@@ -89,6 +89,8 @@ def test_one_search_finds_all_kinds_by_keyboard_alone(
     expect(trials.get_by_role("link")).to_have_count(1)
     expect(trials.get_by_role("link")).to_contain_text("of near the shore")
     box.fill("shore")
+    # The query before it has found the same experiment, but no setting.
+    expect(dialog.get_by_role("region", name="Config fields and values")).to_be_visible()
     experiments = dialog.get_by_role("region", name="Experiments")
     expect(experiments.get_by_role("link")).to_have_text(f"near the shore ({near.id})")
     page.keyboard.press("Escape")

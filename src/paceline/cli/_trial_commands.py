@@ -33,11 +33,13 @@ from paceline.cli._console_output import (
     restarts_text,
     state_text,
 )
+from paceline.cli._experiment_commands import experiment_app
 from paceline.cli._experiment_description import print_created, print_trials
 from paceline.cli._options_and_errors import (
     ChangedCode,
     CommandError,
     CommandGroup,
+    ExperimentId,
     Follow,
     Json,
     JsonLines,
@@ -236,43 +238,85 @@ def _print_attempts(data: "TrialData") -> None:
     print_table(["Attempt", "State", "Slots", "From", "Took", "End"], rows, right=["Attempt"])
 
 
+MetricGroup = Annotated[
+    str | None,
+    typer.Option(
+        "--group",
+        "-g",
+        metavar="NAME",
+        help="Metric group: training, validation, or another one.",
+    ),
+]
+
+
 @trial_app.command()
-def metrics(
-    trial: TrialId,
-    group: Annotated[
-        str | None,
-        typer.Option(
-            "--group",
-            "-g",
-            metavar="NAME",
-            help="Metric group: training, validation, or another one.",
-        ),
-    ] = None,
-    json: JsonLines = False,
-) -> None:
+def metrics(trial: TrialId, group: MetricGroup = None, json: JsonLines = False) -> None:
     """Print the reported metrics of a trial.
 
     Reports that a later attempt repeated appear once.
     """
 
     with connect() as client:
-        found = client.get_trial(trial)
-        if group is not None and group not in found.data.summary:
-            groups = ", ".join(sorted(found.data.summary)) or "none yet"
+        _print_metrics(f"trial {trial}", [client.get_trial(trial)], group, json=json)
+
+
+@experiment_app.command("metrics")
+def experiment_metrics(
+    experiment: ExperimentId, group: MetricGroup = None, json: JsonLines = False
+) -> None:
+    """Print the reported metrics of all trials of an experiment: the curves of a search.
+
+    Reports that a later attempt repeated appear once.
+    """
+
+    with connect() as client:
+        trials = client.get_experiment(experiment).trials()
+        _print_metrics(f"experiment {experiment}", trials, group, json=json, shows_trials=True)
+
+
+def _print_metrics(
+    what: str,
+    trials: "Sequence[Trial]",
+    group: str | None,
+    *,
+    json: bool,
+    shows_trials: bool = False,
+) -> None:
+    """Print the metrics of trials, all of a group or all of them.
+
+    Raises:
+        CommandError: No trial has reported the group.
+    """
+    if group is not None:
+        known: set[str] = set()
+        for trial in trials:
+            # Trials of a list come without their summaries.
+            known |= trial.reload().data.summary.keys()
+            if group in known:
+                break
+        else:
+            told = ", ".join(sorted(known)) or "none yet"
             raise CommandError(
-                f"`--group` must be one that trial {trial} reported ({groups}), but got {group!r}."
+                f"`--group` must be one that {what} reported ({told}), but got {group!r}."
             )
-        rows = found.iter_metrics(group)
-        if json:
-            for row in rows:
-                print_json_line(row.model_copy(update={"metrics": encode_metrics(row.metrics)}))
-            return
-        print_table(
-            ["Group", "Batches", "Attempt", "Metrics"],
-            [(r.group, r.steps_completed, r.attempt, format_values(r.metrics)) for r in rows],
-            right=["Batches", "Attempt"],
-            empty="No metrics yet.",
-        )
+    rows = ((trial.id, row) for trial in trials for row in trial.iter_metrics(group))
+    if json:
+        for trial_id, row in rows:
+            line = row.model_dump() | {"metrics": encode_metrics(row.metrics)}
+            print_json_line({"trial_id": trial_id, **line} if shows_trials else line)
+        return
+    columns = ["Trial"] * shows_trials
+    print_table(
+        [*columns, "Group", "Batches", "Attempt", "Metrics"],
+        [
+            (trial_id, r.group, r.steps_completed, r.attempt, format_values(r.metrics))[
+                not shows_trials :
+            ]
+            for trial_id, r in rows
+        ],
+        right=[*columns, "Batches", "Attempt"],
+        empty="No metrics yet.",
+    )
 
 
 @trial_app.command("time")

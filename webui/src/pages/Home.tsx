@@ -160,7 +160,7 @@ function GoingCard({ experiment }: { experiment: Experiment }) {
       </Group>
       {waits && (
         <Text size="xs" mb={4} className="wrap-anywhere">
-          It waits: <Quoted text={waits.detail} />
+          <Quoted text={waits.detail} />
         </Text>
       )}
       <Text size="xs" c="dimmed" mb="sm">

@@ -110,7 +110,7 @@ function WhyQueued({ trialId }: { trialId: number }) {
   if (!queued) return null;
   return (
     <Text size="sm" mt="xs" role="status">
-      It waits: <Quoted text={queued.detail} />
+      <Quoted text={queued.detail} />
     </Text>
   );
 }

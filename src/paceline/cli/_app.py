@@ -10,7 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from paceline._base.process_and_network import TerminalStream
-from paceline.cli import _edit_and_compare_commands  # noqa: F401 - its import adds commands
+from paceline.cli import (  # noqa: F401 - their imports add commands
+    _edit_and_compare_commands,
+    _file_commands,
+)
 from paceline.cli._backup_and_home_commands import backup, doctor, home_app, restore
 from paceline.cli._checkpoint_commands import checkpoint_app
 from paceline.cli._console_output import print_answer, print_list

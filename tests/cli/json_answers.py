@@ -109,7 +109,7 @@ METRICS = record(
     "RunMetrics", group=str, steps_completed=int, attempt=int, is_superseded=bool,
     metrics=dict[str, Any],
 )  # fmt: skip
-MetricOfTrial = record(
+METRIC_OF_TRIAL = record(
     "MetricOfTrial", trial_id=int, group=str, steps_completed=int, attempt=int, time=float,
     metrics=dict[str, Any],
 )  # fmt: skip
@@ -278,7 +278,7 @@ COMMANDS: dict[str, Any] = {
     "experiment list-trials": list[Trial],
     "experiment list-checkpoints": list[Checkpoint],
     "experiment logs": LogLine,
-    "experiment metrics": MetricOfTrial,
+    "experiment metrics": METRIC_OF_TRIAL,
     "trial list": list[Trial],
     "trial describe": DescribedTrial | list[AttemptEnvironment],
     "trial metrics": MetricRow,

@@ -1439,6 +1439,33 @@ def test_a_node_with_a_problem_gets_nothing_until_it_reports_none(
     assert [one.node_name for one in attempts(master)] == ["well", "sick"]
 
 
+@pytest.mark.parametrize("owner", ["ada", "bob"])
+def test_a_trial_that_failed_waits_for_an_away_runner_of_its_own_user_only(
+    make_master: Any, add_to: Any, owner: str
+) -> None:
+    master, runners = make_master(0), {}
+    for user in ("ada", "bob"):
+        add_to(master, user)
+
+    def headers(**token: Any) -> dict[str, str]:
+        made = master.http.post("/tokens", json=token)
+        assert made.status_code == 201, made.text
+        return {"Authorization": f"Bearer {made.json()['secret']}"}
+
+    for name, user in (("bad", "ada"), ("away", owner)):
+        runners[name] = FakeRunner(master, name, 1, unix_user=user)
+        runners[name].headers = headers(name=name, scope="runner", node=name, user=user)
+        assert runners[name].register().status_code == 200
+        runners[name].work(is_leaving=name == "away")
+    assert master.http.put("/pools/default", json={"own_runners": True}).status_code == 204
+    body = {"config": {"name": "x", "entrypoint": "python3 t.py", **SINGLE, "max_restarts": 3}}
+    mine = headers(name="mine", scope="submit", user="ada")
+    assert master.http.post("/experiments", json=body, headers=mine).status_code == 201
+    fail_once(master, runners["bad"])
+    run(master)
+    assert len(runners["bad"].take()) == (0 if owner == "ada" else 1)
+
+
 def test_a_node_is_a_users_own_by_its_token_and_its_unix_user(
     make_master: Any, add_to: Any
 ) -> None:

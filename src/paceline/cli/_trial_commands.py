@@ -285,7 +285,7 @@ def _print_metrics(
         known: set[str] = set()
         for trial in trials:
             # Trials of a list come without their summaries.
-            known |= trial.reload().data.summary.keys()
+            known |= (trial.data.summary or trial.reload().data.summary).keys()
             if group in known:
                 break
         else:

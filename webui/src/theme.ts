@@ -1,6 +1,6 @@
 /** Colours and type of the app. */
 
-import { createTheme, type MantineColorsTuple, Modal } from "@mantine/core";
+import { createTheme, type MantineColorsTuple, Menu, Modal } from "@mantine/core";
 
 const blue: MantineColorsTuple = [
   "#eef3fd",
@@ -40,6 +40,8 @@ export const theme = createTheme({
   defaultRadius: "md",
   cursorType: "pointer",
   components: {
+    // Its placeholder is no child that a menu may have; the focus goes to the first entry then.
+    Menu: Menu.extend({ defaultProps: { withInitialFocusPlaceholder: false } }),
     Modal: Modal.extend({ defaultProps: { closeButtonProps: { "aria-label": "Close" } } }),
   },
   headings: {

@@ -1,9 +1,10 @@
 /** What a chart shows, as a table or as a picture. */
 
-import { ActionIcon, Menu } from "@mantine/core";
+import { Menu } from "@mantine/core";
 import { notifications } from "@mantine/notifications";
 import { IconDownload } from "@tabler/icons-react";
 
+import { LazyMenu } from "../components/LazyMenu";
 import { download } from "../lib/download";
 
 interface DownloadMenuProps {
@@ -27,17 +28,14 @@ export function DownloadMenu({ title, csvName, onCsv, drawn }: DownloadMenuProps
     }
   };
   return (
-    <Menu position="bottom-end">
-      <Menu.Target>
-        <ActionIcon variant="subtle" color="gray" aria-label={`Download ${title}`}>
-          <IconDownload size={18} />
-        </ActionIcon>
-      </Menu.Target>
-      <Menu.Dropdown>
-        <Menu.Item onClick={onCsv}>{csvName}</Menu.Item>
-        <Menu.Item onClick={() => void draw("svg")}>SVG, as drawn</Menu.Item>
-        <Menu.Item onClick={() => void draw("png")}>PNG, as drawn</Menu.Item>
-      </Menu.Dropdown>
-    </Menu>
+    <LazyMenu
+      label={`Download ${title}`}
+      icon={<IconDownload size={18} />}
+      position="bottom-end"
+    >
+      <Menu.Item onClick={onCsv}>{csvName}</Menu.Item>
+      <Menu.Item onClick={() => void draw("svg")}>SVG, as drawn</Menu.Item>
+      <Menu.Item onClick={() => void draw("png")}>PNG, as drawn</Menu.Item>
+    </LazyMenu>
   );
 }

@@ -100,7 +100,6 @@ export function DataTable<Row extends object>(props: DataTableProps<Row>) {
     ),
   ].join(" ");
   const total = columns.reduce((sum, column) => sum + widthOf(column), onSelect ? 44 : 0);
-  const isAll = selected !== undefined && rows.length > 0 && selected.size >= rows.length;
 
   return (
     <div
@@ -120,24 +119,11 @@ export function DataTable<Row extends object>(props: DataTableProps<Row>) {
         aria-rowcount={rows.length + 1}
         style={{ minWidth: total }}
       >
-        <div role="rowgroup" className={classes.head}>
-          <div role="row" className={classes.row} style={{ gridTemplateColumns: template }}>
-            {onSelect && (
-              <div role="columnheader" className={classes.cell}>
-                <Checkbox
-                  size="xs"
-                  aria-label="Select all rows that are loaded"
-                  checked={isAll}
-                  indeterminate={!isAll && (selected?.size ?? 0) > 0}
-                  onChange={() => onSelect(isAll ? new Set() : new Set(rows.map(rowId)))}
-                />
-              </div>
-            )}
-            {columns.map((column) => (
-              <HeaderCell key={column.id} column={column} sort={props.sort} onSort={props.onSort} />
-            ))}
-          </div>
-        </div>
+        <Head
+          {...{ columns, template, rows, rowId, selected, onSelect }}
+          sort={props.sort}
+          onSort={props.onSort}
+        />
         <div role="rowgroup" style={{ height: virtual.getTotalSize(), position: "relative" }}>
           {items.map((item) => {
             const row = tableRows[item.index];
@@ -165,6 +151,37 @@ export function DataTable<Row extends object>(props: DataTableProps<Row>) {
     </div>
   );
 }
+
+type HeadProps<Row> = Pick<
+  DataTableProps<Row>,
+  "rows" | "columns" | "rowId" | "selected" | "onSelect" | "sort" | "onSort"
+> & { template: string };
+
+/** While one scrolls, the head stays as it is. */
+const Head = memo(function Head<Row>(props: HeadProps<Row>) {
+  const { rows, columns, rowId, selected, onSelect, sort, onSort } = props;
+  const isAll = selected !== undefined && rows.length > 0 && selected.size >= rows.length;
+  return (
+    <div role="rowgroup" className={classes.head}>
+      <div role="row" className={classes.row} style={{ gridTemplateColumns: props.template }}>
+        {onSelect && (
+          <div role="columnheader" className={classes.cell}>
+            <Checkbox
+              size="xs"
+              aria-label="Select all rows that are loaded"
+              checked={isAll}
+              indeterminate={!isAll && (selected?.size ?? 0) > 0}
+              onChange={() => onSelect(isAll ? new Set() : new Set(rows.map(rowId)))}
+            />
+          </div>
+        )}
+        {columns.map((column) => (
+          <HeaderCell key={column.id} {...{ column, sort, onSort }} />
+        ))}
+      </div>
+    </div>
+  );
+}) as <Row>(props: HeadProps<Row>) => ReactNode;
 
 interface BodyRowProps<Row> {
   id: string;

@@ -71,6 +71,8 @@ export function SearchDialog({ onClose }: { onClose: () => void }) {
   const groups = (found.data ?? []).filter(({ entries }) => entries.length > 0);
   const navigate = useNavigate();
   const isNothing = found.isSuccess && asked !== "" && groups.length === 0;
+  // Keys typed at once would act on what was found before.
+  const isOld = asked !== text;
   const go = (to: string) => {
     onClose();
     void navigate({ href: to });
@@ -92,7 +94,7 @@ export function SearchDialog({ onClose }: { onClose: () => void }) {
             ? "Experiments, trials, labels, settings, notes and logs; or a query."
             : found.isError
               ? ""
-              : found.isFetching
+              : isOld || found.isFetching
                 ? "Searching …"
                 : isNothing
                   ? "Nothing is found"
@@ -101,23 +103,25 @@ export function SearchDialog({ onClose }: { onClose: () => void }) {
                       "result",
                     )}
         </Text>
-        {groups.map(({ title, entries, all }) => (
-          <Results key={title} title={title}>
-            {entries.map(({ to, name, detail }) => (
-              <li key={to} onClick={onClose}>
-                <RowLink to={to}>{name}</RowLink> <span className="quiet">{detail}</span>
-              </li>
-            ))}
-            {all && (
-              <li>
-                <Button size="compact-xs" variant="subtle" data-result onClick={() => go(all.to)}>
-                  {all.label}
-                </Button>
-              </li>
-            )}
-          </Results>
-        ))}
-        {asked !== "" && !found.isError && <LogResults key={asked} text={asked} onGo={onClose} />}
+        <Stack gap="sm" inert={isOld}>
+          {groups.map(({ title, entries, all }) => (
+            <Results key={title} title={title}>
+              {entries.map(({ to, name, detail }) => (
+                <li key={to} onClick={onClose}>
+                  <RowLink to={to}>{name}</RowLink> <span className="quiet">{detail}</span>
+                </li>
+              ))}
+              {all && (
+                <li>
+                  <Button size="compact-xs" variant="subtle" data-result onClick={() => go(all.to)}>
+                    {all.label}
+                  </Button>
+                </li>
+              )}
+            </Results>
+          ))}
+          {asked !== "" && !found.isError && <LogResults key={asked} text={asked} onGo={onClose} />}
+        </Stack>
       </Stack>
     </Modal>
   );

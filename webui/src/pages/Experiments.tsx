@@ -250,12 +250,12 @@ function columnsFor(
       doesGrow: true,
       isSortable: true,
       cell: (one) => (
-        <Group gap={4} wrap="nowrap">
+        <span className="row-name">
           <RowStar name={one.name} is={starred.has(one.id)} onClick={() => toggle(one.id)} />
           <RowLink to={`/experiments/${one.id}`} title={one.name}>
             {one.name}
           </RowLink>
-        </Group>
+        </span>
       ),
     },
     {

@@ -1,6 +1,6 @@
 /** The panel of one or several metrics: a line for each run, or for each group with its spread. */
 
-import { ActionIcon, Title, Tooltip, useComputedColorScheme } from "@mantine/core";
+import { ActionIcon, Title, useComputedColorScheme } from "@mantine/core";
 import { IconAdjustments, IconEyeOff, IconPin, IconPinnedOff } from "@tabler/icons-react";
 import { useQueries, type UseQueryResult } from "@tanstack/react-query";
 import { memo, Suspense, useMemo, useState } from "react";
@@ -273,38 +273,35 @@ function PanelActions({ panel, search, onDialog }: ShownProps) {
   const pinLabel = isPinned ? `Unpin ${title}` : `Pin ${title}`;
   return (
     <>
-      <Tooltip label="How it is drawn, metrics, x axis">
-        <ActionIcon
-          variant="subtle"
-          color="gray"
-          aria-label={`Metrics and x axis of ${title}`}
-          onClick={onDialog}
-        >
-          <IconAdjustments size={16} />
-        </ActionIcon>
-      </Tooltip>
-      <Tooltip label={isPinned ? "Unpin" : "Pin to the top"}>
-        <ActionIcon
-          variant="subtle"
-          color="gray"
-          aria-label={pinLabel}
-          onClick={() => change({ pinned: next.length > 0 ? next : undefined })}
-        >
-          {isPinned ? <IconPinnedOff size={16} /> : <IconPin size={16} />}
-        </ActionIcon>
-      </Tooltip>
-      <Tooltip label="Hide">
-        <ActionIcon
-          variant="subtle"
-          color="gray"
-          aria-label={`Hide ${title}`}
-          onClick={() =>
-            change({ hidden: [...hidden, id], pinned: rest.length > 0 ? rest : undefined })
-          }
-        >
-          <IconEyeOff size={16} />
-        </ActionIcon>
-      </Tooltip>
+      <ActionIcon
+        variant="subtle"
+        color="gray"
+        title="How it is drawn, metrics, x axis"
+        aria-label={`Metrics and x axis of ${title}`}
+        onClick={onDialog}
+      >
+        <IconAdjustments size={16} />
+      </ActionIcon>
+      <ActionIcon
+        variant="subtle"
+        color="gray"
+        title={isPinned ? "Unpin" : "Pin to the top"}
+        aria-label={pinLabel}
+        onClick={() => change({ pinned: next.length > 0 ? next : undefined })}
+      >
+        {isPinned ? <IconPinnedOff size={16} /> : <IconPin size={16} />}
+      </ActionIcon>
+      <ActionIcon
+        variant="subtle"
+        color="gray"
+        title="Hide"
+        aria-label={`Hide ${title}`}
+        onClick={() =>
+          change({ hidden: [...hidden, id], pinned: rest.length > 0 ? rest : undefined })
+        }
+      >
+        <IconEyeOff size={16} />
+      </ActionIcon>
     </>
   );
 }

@@ -1,7 +1,6 @@
 /** The runs or groups of a comparison: switched on and off, sorted, grouped, kept on top. */
 
 import {
-  ActionIcon,
   Button,
   Checkbox,
   Group,
@@ -19,6 +18,7 @@ import { useMemo, useRef } from "react";
 import { manyChoices, useSearchChange } from "../../charts/ChartControls";
 import { lineStyle } from "../../charts/palette";
 import { LineMark } from "../../charts/CurveCard";
+import { LazyMenu } from "../../components/LazyMenu";
 import { RowLink } from "../../components/links";
 import { QueryBox } from "../../components/QueryBox";
 import type { Condition } from "../../lib/conditions";
@@ -298,29 +298,22 @@ function RunMenu({ row: { key, name }, search }: RunProps) {
   const isOnTop = search.top?.includes(key) === true;
   const isBase = search.base === key;
   return (
-    <Menu withinPortal>
-      <Menu.Target>
-        <ActionIcon variant="subtle" color="gray" size="sm" aria-label={`Options of ${name}`}>
-          <IconDots size={16} />
-        </ActionIcon>
-      </Menu.Target>
-      <Menu.Dropdown>
-        <Menu.Item onClick={() => change({ first: 0, on: [key], off: undefined })}>
-          Show only this
-        </Menu.Item>
-        <Menu.Item onClick={() => change({ base: isBase ? undefined : key })}>
-          {isBase ? "Without baseline" : "Use as baseline"}
-        </Menu.Item>
-        <Menu.Item
-          onClick={() =>
-            change({
-              top: isOnTop ? without(search.top, key) : [...(search.top ?? []), key],
-            })
-          }
-        >
-          {isOnTop ? "Not on top" : "Keep on top"}
-        </Menu.Item>
-      </Menu.Dropdown>
-    </Menu>
+    <LazyMenu label={`Options of ${name}`} icon={<IconDots size={16} />} size={24}>
+      <Menu.Item onClick={() => change({ first: 0, on: [key], off: undefined })}>
+        Show only this
+      </Menu.Item>
+      <Menu.Item onClick={() => change({ base: isBase ? undefined : key })}>
+        {isBase ? "Without baseline" : "Use as baseline"}
+      </Menu.Item>
+      <Menu.Item
+        onClick={() =>
+          change({
+            top: isOnTop ? without(search.top, key) : [...(search.top ?? []), key],
+          })
+        }
+      >
+        {isOnTop ? "Not on top" : "Keep on top"}
+      </Menu.Item>
+    </LazyMenu>
   );
 }

@@ -163,6 +163,29 @@ def test_a_trial_continues_with_changed_code(mastered: Any, code: Path) -> None:
     ]
 
 
+def test_the_best_trial_of_an_experiment_continues(mastered: Any, searched: Path) -> None:
+    made = json.loads(mastered("e", "create", "config.yaml", "-f", "--json", cwd=searched).stdout)
+    best, number = made["best_trial"], made["id"]
+    trials = json.loads(mastered("e", "list-trials", number, "--json").stdout)
+    assert best["id"] != trials[0]["id"], "the first trial is not the best one"
+    words = ("t", "continue", "--best", number, "--paused")
+    after = json.loads(mastered(*words, "--json").stdout)
+    assert after["parent_trial_id"] == best["id"]
+    # Without a trial, the word before the options is the directory.
+    (searched / "more.txt").write_text("new")
+    text = mastered("t", "continue", ".", *words[2:], cwd=searched).stdout
+    assert f"continues trial {best['id']}." in text
+    other = json.loads(mastered("e", "list", "--limit", 1, "--json").stdout)[0]["id"]
+    assert "more.txt" in mastered("e", "diff", other).stdout
+    for wrong in ((), (number,), (".", ".")):
+        refused = mastered("t", "continue", *wrong, *words[2:] * bool(wrong), code=2).stderr
+        assert "must be the number of a trial or `--best EXPERIMENT`" in refused
+    refused = mastered("t", "continue", "--best", other, code=1).stderr
+    assert f"Experiment {other} must have a best trial" in refused
+    for experiment in (after["id"], other):
+        mastered("e", "kill", experiment)
+
+
 def test_a_search_is_simulated_on_its_own_curves(mastered: Any, searched: Path) -> None:
     made = json.loads(mastered("e", "create", "config.yaml", "-f", "--json", cwd=searched).stdout)
     words = ("simulate-search", "config.yaml", "--curves", made["id"], "--slots", 2, "--seeds", 3)

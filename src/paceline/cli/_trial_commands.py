@@ -407,10 +407,11 @@ def continue_trial(
     The new experiment starts from the latest checkpoint of the trial. With DIR it has the code
     there; `paceline e diff` shows the changes.
     """
+    is_number = trial is not None and trial.isdecimal()
     # The first word is the directory where no trial is named.
-    if best is not None and trial is not None and directory is None and not trial.isdecimal():
-        trial, directory = None, Path(trial)
-    if (trial is None) is (best is None) or not (trial or "0").isdecimal():
+    if best is not None and trial is not None and directory is None and not is_number:
+        directory, trial = Path(trial), None
+    if (trial is None) is (best is None) or (best is None and not is_number):
         raise typer.BadParameter(
             f"must be the number of a trial or `--best EXPERIMENT`, but got {trial or 'neither'}"
             f"{'' if best is None else ' and --best'}.",

@@ -163,6 +163,32 @@ def test_a_trial_continues_with_changed_code(mastered: Any, code: Path) -> None:
     ]
 
 
+def test_the_best_trial_of_an_experiment_continues(mastered: Any, code: Path) -> None:
+    grid = {"searcher": {"name": "grid", "metric": "loss"}}
+    grid |= {"hyperparameters": {"lr": {"type": "categorical", "vals": [3.0, 1.0, 2.0]}}}
+    config = json.loads((code / "config.yaml").read_text()) | grid
+    (code / "config.yaml").write_text(json.dumps(config))
+    made = json.loads(mastered("e", "create", "config.yaml", "-f", "--json", cwd=code).stdout)
+    best, number = made["best_trial"], made["id"]
+    assert best["hparams"] == {"lr": 1.0}
+    words = ("t", "continue", "--best", number, "--paused")
+    after = json.loads(mastered(*words, "--json").stdout)
+    assert after["parent_trial_id"] == best["id"]
+    # Without a trial, the word before the options is the directory.
+    (code / "more.txt").write_text("new")
+    text = mastered("t", "continue", ".", *words[2:], cwd=code).stdout
+    assert f"continues trial {best['id']}." in text
+    other = json.loads(mastered("e", "list", "--limit", 1, "--json").stdout)[0]["id"]
+    assert "more.txt" in mastered("e", "diff", other).stdout
+    for wrong in ((), (number,), (".", ".")):
+        refused = mastered("t", "continue", *wrong, *words[2:] * bool(wrong), code=2).stderr
+        assert "must be the number of a trial or `--best EXPERIMENT`" in refused
+    refused = mastered("t", "continue", "--best", other, code=1).stderr
+    assert f"Experiment {other} must have a best trial" in refused
+    for experiment in (after["id"], other):
+        mastered("e", "kill", experiment)
+
+
 def test_a_search_is_simulated_on_its_own_curves(mastered: Any, searched: Path) -> None:
     made = json.loads(mastered("e", "create", "config.yaml", "-f", "--json", cwd=searched).stdout)
     words = ("simulate-search", "config.yaml", "--curves", made["id"], "--slots", 2, "--seeds", 3)

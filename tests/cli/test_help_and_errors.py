@@ -85,13 +85,14 @@ def test_every_command_has_json_and_lists_have_tsv() -> None:
         assert "--json" in options, name
         is_list = name.split()[-1] in LISTS
         has_tsv = "tsv" in str(getattr(options.get("--format"), "type_descriptor", ""))
-        assert has_tsv == is_list, name
+        assert has_tsv == ("--fields" in options) == is_list, name
 
 
 WRONG = [
     (["e", "describe", "abc"], 2, "usage", "must be a whole number, but got 'abc'."),
     (["e", "list", "--state", "nope"], 2, "usage", "'nope' is not one of 'queued', 'running'"),
     (["e", "list", "--format", "xml"], 2, "usage", "'xml' is not one of 'table', 'json', 'tsv'"),
+    (["e", "list", "--fields", "id", "--format", "tsv"], 2, "usage", "without `--format tsv`"),
     (["e", "wait", "1", "--timeout", "-1"], 2, "usage", "must be at least 0, but got '-1'."),
     (["e", "wait", "1", "--interval", "x"], 2, "usage", "must be a number, but got 'x'."),
     (["e", "set-weight", "1", "nan"], 1, "command", "must be a number above 0, but got nan."),

@@ -220,6 +220,15 @@ def test_every_command_of_a_master_prints_its_json(
     ):
         titles = mastered(*words, "--format", "tsv").stdout.splitlines()[0]
         assert titles.split("\t") == [row[0] for row in json_answers.WORDS[thing]]
+        whole = json.loads(mastered(*words, "--json").stdout)
+        fields = [row[1] for row in json_answers.WORDS[thing]]
+        some = json.loads(mastered(*words, "--fields", ",".join(fields)).stdout)
+        assert some == [{name: one[name] for name in fields} for one in whole] != []
+    told = json.loads(mastered("e", "list", "--fields", "id,nope", code=1).stderr)
+    assert "must name fields of the entries (best_metric, " in told["message"]
+    assert "but got 'nope'." in told["message"]
+    # All lists take them.
+    assert json.loads(mastered("user", "list", "--fields", "name").stdout)[-1] == {"name": "admin"}
 
 
 def test_commands_without_a_master_print_their_json(

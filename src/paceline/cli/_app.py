@@ -227,7 +227,7 @@ def main() -> None:
     """
     is_paceline_command.set(True)
     sys.stdout, sys.stderr = TerminalStream(sys.stdout), TerminalStream(sys.stderr)
-    if re.search(r" (--json|--format[ =]json) ", f" {' '.join(sys.argv)} "):
+    if re.search(r" (--json|--format[ =]json|--fields[ =]\S*) ", f" {' '.join(sys.argv)} "):
         # Errors before the command, too, are for a program.
         output_format.set("json")
     try:

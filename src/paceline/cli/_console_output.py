@@ -14,7 +14,13 @@ from paceline._base.imports import flatten
 from paceline._base.journal_records import decode_value
 from paceline._base.process_and_network import escape_in_json, terminal_text
 from paceline._base.progress_display import format_duration
-from paceline.cli._options_and_errors import is_agent, is_json, output_format
+from paceline.cli._options_and_errors import (
+    CommandError,
+    chosen_fields,
+    is_agent,
+    is_json,
+    output_format,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -131,12 +137,24 @@ def print_list(
         options: Further arguments of `print_table`.
     """
     if output_format.get() == "json":
-        print_json(values)
+        fields = chosen_fields.get()
+        print_json(values if fields is None else [_picked(one, fields) for one in values])
     elif output_format.get() == "table":
         print_table(columns, rows, **options)
     else:
         for row in (columns, *rows):
             sys.stdout.write("\t".join(map(_tsv_cell, row)) + "\n")
+
+
+def _picked(value: Any, fields: Sequence[str]) -> dict[str, Any]:
+    known = plain_for_console(value)
+    unknown = [name for name in fields if name not in known]
+    if unknown:
+        raise CommandError(
+            f"`--fields` must name fields of the entries ({', '.join(sorted(known))}), but got"
+            f" {unknown[0]!r}."
+        )
+    return {name: known[name] for name in fields}
 
 
 def _tsv_cell(value: Any) -> str:

@@ -162,6 +162,10 @@ _ListFormat = Annotated[
     Literal["table", "json", "tsv"],
     typer.Option("--format", help="Format of the list; `tsv` has whole values, tabs escaped."),
 ]
+_Fields = Annotated[
+    str | None,
+    typer.Option(metavar="NAME,NAME", help="Print JSON with these fields of each entry only."),
+]
 
 
 class PipeClosedError(Exception):
@@ -224,7 +228,7 @@ class HelpGroup(_Help, TyperGroup):
 
 
 class CommandGroup(typer.Typer):
-    """Group whose commands all have `--json`, and its lists also `--format`."""
+    """Group whose commands all have `--json`, and its lists also `--format` and `--fields`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(
@@ -255,11 +259,16 @@ def _with_formats(function: Callable[..., Any], *, is_list: bool) -> Callable[..
     own = inspect.signature(function, eval_str=True)
     options: dict[str, Any] = {} if "json" in own.parameters else {"json": (Json, False)}
     if is_list:
-        options["format"] = (_ListFormat, "table")
+        options |= {"format": (_ListFormat, "table"), "fields": (_Fields, None)}
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
-        output_format.set("json" if values["json"] else values["format"] if is_list else "table")
+        fields = values.get("fields")
+        chosen_fields.set(None if fields is None else fields.split(","))
+        if fields is not None and values["format"] == "tsv":
+            raise typer.BadParameter("must come without `--format tsv`.", param_hint="--fields")
+        is_for_programs = values["json"] or fields is not None
+        output_format.set("json" if is_for_programs else values["format"] if is_list else "table")
         with _telling_closed_pipe():
             function(**{name: value for name, value in values.items() if name in own.parameters})
             sys.stdout.flush()
@@ -408,6 +417,8 @@ def home_of(home: Path | None) -> Path:
 output_format: ContextVar[Literal["table", "json", "tsv"]] = ContextVar(
     "output_format", default="table"
 )
+# Set by `--fields`.
+chosen_fields: ContextVar[list[str] | None] = ContextVar("chosen_fields", default=None)
 
 
 def is_json() -> bool:

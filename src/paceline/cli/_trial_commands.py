@@ -50,6 +50,8 @@ from paceline.cli._options_and_errors import (
     Tail,
     Timestamps,
     TrialId,
+    complete_experiment,
+    complete_trial,
     connect,
     nested_overrides,
 )
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
     from paceline._cluster.messages.experiment_models import AttemptEnvironment
     from paceline._cluster.messages.experiment_models import Trial as TrialData
     from paceline._cluster.messages.search_and_metric_models import TrialDecisions, TrialRung
-    from paceline.client._experiment_and_trial import Trial
+    from paceline.client._experiment_and_trial import Experiment, Trial
     from paceline.client._model_registry import Checkpoint
 
 
@@ -376,8 +378,23 @@ def stop(trial: TrialId) -> None:
 
 @trial_app.command("continue")
 def continue_trial(
-    trial: TrialId,
+    trial: Annotated[
+        str | None,
+        typer.Argument(
+            help="Number of the trial. With --best it is left out.",
+            metavar="ID",
+            autocompletion=complete_trial,
+        ),
+    ] = None,
     directory: ChangedCode = None,
+    best: Annotated[
+        int | None,
+        typer.Option(
+            metavar="EXPERIMENT",
+            help="Continue the best trial of this experiment.",
+            autocompletion=complete_experiment,
+        ),
+    ] = None,
     follow: Follow = False,
     overrides: Overrides = [],  # noqa: B006
     paused: Annotated[
@@ -385,19 +402,39 @@ def continue_trial(
     ] = False,
     key: RequestKey = None,
 ) -> None:
-    """Continue a trial in a new experiment.
+    """Continue a trial, or the best one of an experiment, in a new experiment.
 
     The new experiment starts from the latest checkpoint of the trial. With DIR it has the code
     there; `paceline e diff` shows the changes.
     """
-
+    is_number = trial is not None and trial.isdecimal()
+    # The first word is the directory where no trial is named.
+    if best is not None and trial is not None and directory is None and not is_number:
+        directory, trial = Path(trial), None
+    if (trial is None) is (best is None) or (best is None and not is_number):
+        raise typer.BadParameter(
+            f"must be the number of a trial or `--best EXPERIMENT`, but got {trial or 'neither'}"
+            f"{'' if best is None else ' and --best'}.",
+            param_hint="ID",
+        )
     with connect() as client:
         changes = nested_overrides(overrides)
-        experiment = client.get_trial(trial).continue_(
+        number = _best_trial(client.get_experiment(best)) if best is not None else int(trial or 0)
+        experiment = client.get_trial(number).continue_(
             changes, activate=not paused, key=key, code=directory
         )
-        text = f"Created experiment {experiment.id}, which continues trial {trial}."
+        text = f"Created experiment {experiment.id}, which continues trial {number}."
         print_created(experiment, client, text, is_followed=follow)
+
+
+def _best_trial(experiment: "Experiment") -> int:
+    number = experiment.data.best_trial_id
+    if number is None:
+        raise CommandError(
+            f"Experiment {experiment.id} must have a best trial, but no trial has reported a finite"
+            f" `{experiment.metric}`. Hint: `paceline e list-trials {experiment.id}` lists them."
+        )
+    return number
 
 
 @trial_app.command()

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -436,6 +437,54 @@ def test_progress_moves_the_experiment_and_is_no_input(bench: Any) -> None:
     bench.send(two, ProgressReported(time=1.0, progress=1.0))
     assert bench.experiment(experiment_id).progress == pytest.approx(1.5 / 1000)
     assert len(bench.inputs(experiment_id)) == 1
+
+
+@pytest.mark.parametrize("search", ["halving", "adaptive"])
+def test_reports_in_one_request_leave_what_they_leave_one_by_one(
+    make_bench: Any, search: str
+) -> None:
+    """All but the events of progress, which is told once a request."""
+    kept = []
+    for is_together in (True, False):
+        bench = make_bench(2)
+        experiment_id = bench.create(search, searcher={"max_time": 64})
+        [one, two] = bench.schedule()
+        for attempt_id, better in ((one, 1.0), (two, 2.0)):
+            report = partial(bench.metrics, "validation")
+            records = [
+                *(report(step, loss=better / step, epochs=step) for step in range(1, 10)),
+                report(10, loss=better, epochs=10),
+                report(11, loss=math.nan, epochs=11),
+                bench.metrics("training", 11, loss=0.1),
+                report(12, other=1.0, epochs=12),
+                ProgressReported(time=1.0, progress=0.2),
+                *(report(step, loss=better / step, epochs=step) for step in range(13, 40)),
+            ]
+            for part in [records] if is_together else [[record] for record in records]:
+                bench.send(attempt_id, *part)
+        bench.check_replay(experiment_id)
+        experiment, trials = bench.experiment(experiment_id), bench.trials(experiment_id)
+        assert 0 < experiment.progress < 1
+        names = ("state", "progress", "best_metric", "best_step", "latest_metric", "stop_reason")
+        kept.append(
+            (
+                bench.inputs(experiment_id),
+                [row.operations for row in bench.rows(tables.search_inputs)],
+                (experiment.progress, experiment.best_metric, experiment.best_trial_id),
+                [[getattr(trial, name) for name in names] for trial in trials],
+                bench.events("validation"),
+                bench.events("progress")[-1],
+            )
+        )
+    assert kept[0] == kept[1]
+
+
+def test_the_progress_of_a_request_is_told_once(bench: Any, halving: int) -> None:
+    reports = [bench.metrics("validation", n, loss=1.0, epochs=n / 100) for n in range(1, 150)]
+    bench.send(bench.start(1), *reports)
+    expected = 1.49 / 4 / 6
+    assert [event["progress"] for event in bench.events("progress")] == [pytest.approx(expected)]
+    assert bench.experiment(halving).progress == pytest.approx(expected)
 
 
 def test_validations_move_the_experiment_where_the_search_knows_the_length(

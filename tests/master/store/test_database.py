@@ -236,6 +236,20 @@ def test_listeners_hear_whether_there_were_events(database: Database) -> None:
     assert heard == [False, True, False]
 
 
+def test_an_event_keeps_nulls_and_texts_and_refuses_numbers_that_json_lacks(
+    database: Database,
+) -> None:
+    told = {"a": None, "b": "null é \ud800", "c": [1, 0.1, 1e300, True], "d": {"e": ("f",)}}
+    database.write(lambda transaction: transaction.emit("progress", 1, None, **told)).result()
+    for number in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            database.write(lambda t, n=number: t.emit("progress", 1, None, x=n)).result()
+    with database.read() as connection:
+        [row] = connection.execute(select(tables.events)).all()
+    assert row.data == told | {"d": {"e": ["f"]}}
+    assert (row.kind, row.experiment_id, row.trial_id) == ("progress", 1, None)
+
+
 def test_event_ids_are_not_used_again_after_old_events_are_deleted(database: Database) -> None:
     def emit(transaction: Transaction) -> None:
         transaction.emit("progress", 1)

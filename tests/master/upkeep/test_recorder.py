@@ -1,11 +1,12 @@
 """Records that a master makes beside its database."""
 
+import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import delete, func, insert, select
+from sqlalchemy import Engine, delete, event, func, insert, select, update
 
 from paceline._base.journal_files import JournalWriter
 from paceline._base.run_directory import JournalKey, RunInfo
@@ -14,7 +15,7 @@ from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.recovery_rows import ALL, note_experiment
 from paceline._cluster.master.upkeep.rebuild import rebuild_database
-from paceline._cluster.master.upkeep.recovery_records import write_some
+from paceline._cluster.master.upkeep.recovery_records import read_record, record_path, write_some
 from paceline.journal import MetricsReported, RunDirectory
 
 
@@ -37,6 +38,45 @@ def test_experiments_that_are_recorded_whole_come_some_at_a_time(tmp_path: Path)
         assert left == [50, 30, 10, 0]
     finally:
         database.close()
+
+
+def test_inputs_of_a_moment_are_read_together_and_recorded_once_in_their_order(
+    make_master: Any,
+) -> None:
+    master = make_master(1)
+    master.create(searcher={"name": "random", "metric": "loss", "max_trials": 2})
+    database, home = master.core.database, master.home.path
+    while write_some(database, home):
+        pass
+    inputs = tables.search_inputs
+    new = [
+        {"experiment_id": 1, "number": number, "time": 1.0, "input": {"n": number},
+         "operations": []}
+        for number in range(1000, 1400)
+    ]  # fmt: skip
+
+    def add(transaction: Transaction) -> None:
+        transaction.connection.execute(insert(inputs), new)
+        changed = update(inputs).where(inputs.c.number == 1000).values(input={"n": -1})
+        transaction.connection.execute(changed)
+
+    database.write(add).result()
+    asked: list[str] = []
+
+    def note(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        asked.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        while write_some(database, home):
+            pass
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    assert len([one for one in asked if "search_inputs" in one]) == 1
+    rows = [row for _, row in read_record(record_path(home, 1))]
+    recorded = [row.values for row in rows if row.table == "search_inputs"][-len(new) :]
+    assert [row["number"] for row in recorded] == list(range(1000, 1400))
+    assert [json.loads(row["input"])["n"] for row in recorded] == [-1, *range(1001, 1400)]
 
 
 def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) -> None:
@@ -115,6 +155,8 @@ def test_what_a_search_has_judged_is_not_judged_again(make_master: Any) -> None:
         searcher={"name": "adaptive_asha", "metric": "loss", "max_trials": 4, "max_length": 16},
     )
     master.schedule()
+    while write_some(master.core.database, master.home.path):
+        pass
     records = [
         MetricsReported(time=float(step), group="validation", steps_completed=step,
                         metrics={"loss": 1.0 / step})
@@ -142,3 +184,6 @@ def test_what_a_search_has_judged_is_not_judged_again(make_master: Any) -> None:
         path.rename(path.with_name(f"old-{path.name}"))
     rebuild_database(master.home.path)
     assert inputs() == before
+    with closing(sqlite3.connect(master.home.database_path)) as database:
+        told = database.execute("SELECT count(*) FROM events WHERE kind = 'progress'").fetchone()
+    assert told == (0,), "a rebuild loads no search, whose method may be missing"

@@ -304,7 +304,7 @@ class SearchOperations:
         experiment_id: int,
         given: Input,
         row: Row[Any] | None = None,
-        settle: Callable[[], None] = lambda: None,
+        settle: Callable[[], None] | None = None,
     ) -> bool:
         """Feed an input to the search and carry out the resulting operations.
 
@@ -316,7 +316,8 @@ class SearchOperations:
             experiment_id: The experiment.
             given: The input.
             row: The experiment's row, if it is at hand.
-            settle: Called before anything but the input itself is written.
+            settle: Called before anything but the input itself is written. Who gives it calls
+                `update_progress` after the last input that changes no rows.
 
         Returns:
             Whether the rows of the experiment and its trials are still the same.
@@ -334,7 +335,9 @@ class SearchOperations:
             has_asks = search is not None and search.num_asks > 0
             may_pause = isinstance(given, Reported) and config_of(row).searcher.waits_at_targets
             is_quiet = not (operations or has_asks or may_pause)
-            if not is_quiet:
+            if is_quiet and settle is not None:
+                return True
+            if settle is not None:
                 settle()
             for operation in operations:
                 self._carry_out(transaction, row, operation, given)
@@ -343,7 +346,8 @@ class SearchOperations:
             # Inputs of a request: the caller refuses it, so the error is raised.
             if isinstance(given, Started | Limited | Recalled):
                 raise
-            settle()
+            if settle is not None:
+                settle()
             self._fail_search(transaction, experiment_id, error)
             return False
         if isinstance(given, Reported) and may_pause:
@@ -529,10 +533,12 @@ class SearchOperations:
         ).one()
 
 
+_DECIDING = {one.value for one in ExperimentState if not (one.is_stopping or one.is_terminal)}
+
+
 def takes_inputs(experiment: Row[Any]) -> bool:
     """Return whether the search of an experiment still decides."""
-    state = ExperimentState(experiment.state)
-    return not (state.is_stopping or state.is_terminal) and experiment.search_end is None
+    return experiment.search_end is None and experiment.state in _DECIDING
 
 
 def _stop_reason(searcher: Searcher, given: Input) -> str:

@@ -27,7 +27,11 @@ from paceline import faults
 from paceline._base.journal_records import encode_float
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
-from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.database import (
+    Database,
+    Transaction,
+    dump_json_fast,
+)
 from paceline.config._searcher_registry import MissingSearcher
 from paceline.search._rungs import Losses, pareto_front
 from paceline.search._search import Search
@@ -49,8 +53,10 @@ _SNAPSHOT_INPUTS = 100
 
 faults.register("master.search.applied")
 
-# Made once: it is for each report.
-_INPUT = insert(tables.search_inputs)
+_INPUT = (
+    "INSERT INTO search_inputs (experiment_id, number, time, input, operations)"
+    " VALUES (?, ?, ?, ?, ?)"
+)
 
 
 @dataclass(slots=True)
@@ -73,6 +79,8 @@ class Searches:
 
     def __init__(self) -> None:
         self._loaded: dict[int, LoadedSearch] = {}
+        # Transaction and experiment that were looked up last: a search has many inputs in one.
+        self._last: tuple[Transaction, int] | None = None
         # Told of each search that has trials without hyperparameters, after a commit.
         self.on_asks: Callable[[int], None] = lambda experiment_id: None
         # Told of each experiment whose state has changed, after a commit.
@@ -86,17 +94,12 @@ class Searches:
         """
         loaded = self._load(transaction, experiment_id)
         operations = None if loaded.search is None else loaded.search.apply(given)
-        stored = {
-            "experiment_id": experiment_id,
-            "number": loaded.num_inputs,
-            "time": time.time(),
-            "input": json.loads(message_to_json(given)),
-            "operations": _as_json(operations),
-        }
+        place = experiment_id, loaded.num_inputs, time.time()
+        stored = (*place, message_to_json(given), dump_json_fast(_as_json(operations)))
         if isinstance(given, Reported):
             transaction.insert_late(_INPUT, stored)
         else:
-            transaction.connection.execute(_INPUT, stored)
+            transaction.connection.exec_driver_sql(_INPUT, stored)
         # A decision that was carried out must not be taken again, maybe in another way.
         transaction.force()
         faults.reach("master.search.applied")
@@ -173,7 +176,9 @@ class Searches:
 
     def _load(self, transaction: Transaction, experiment_id: int) -> LoadedSearch:
         # Cached searches are changed in place, so a rollback must drop the cached state.
-        transaction.after_rollback(lambda: self.forget(experiment_id))
+        if self._last != (transaction, experiment_id):
+            transaction.after_rollback(lambda: self.forget(experiment_id))
+            self._last = transaction, experiment_id
         loaded = self._loaded.get(experiment_id)
         if loaded is None:
             loaded = load_search(transaction.connection, experiment_id)

@@ -1,9 +1,9 @@
 """Validation reports: best values, and what the search decides on them."""
 
-import json
 from math import isfinite
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 from sqlalchemy import Connection, Row, bindparam, select, update
 
@@ -59,7 +59,8 @@ class Validations:
 
     def __init__(self, changes: StateChanges, transaction: Transaction, attempt: Row[Any]) -> None:
         self._changes, self._transaction, self._attempt = changes, transaction, attempt
-        self._rows: tuple[Row[Any], Row[Any]] | None = None
+        self._rows: tuple[Row[Any], Row[Any], Searcher] | None = None
+        self._is_deciding = self._is_progress_due = False
         self._best: float | None = None
         self._best_of_all: tuple[float | None, int | None] = (None, None)
         # Values to write, and the steps at which there were any.
@@ -68,8 +69,7 @@ class Validations:
 
     def take(self, report: MetricsReported) -> None:
         """Take in a report: for those who follow, the best values, and the search."""
-        trial, experiment = self._rows or self._read_rows()
-        searcher = config_of(experiment).searcher
+        trial, experiment, searcher = self._rows or self._read_rows()
         if report.validation is True and searcher.metric not in report.metrics:
             # A train function may report much besides the searched metric.
             return
@@ -88,40 +88,43 @@ class Validations:
         value = _number(metrics.get(searcher.metric))
         if value is not None:
             self._take_value(value, step, is_smaller_better=searcher.smaller_is_better)
-        is_judged = searcher.judged_metrics is not None
-        values = _values_of(searcher, metrics)
-        if values is None or (is_judged and _time_of(searcher, metrics, step) is None):
-            self.settle()
+        values, reached = _values_of(searcher, metrics), _time_of(searcher, metrics, step)
+        is_whole = values is not None and reached is not None
+        if not is_whole and (values is None or searcher.judged_metrics is not None):
+            self._write()
             _check_metric(self._changes, self._transaction, self._attempt, report)
             # It may have ended the search.
             experiment = self._read_rows()[1]
-        if not searcher.takes_reports or trial.uses_operations:
+        if not self._is_deciding:
             return
-        # Reports of a stopped trial decide nothing. Their number depends on timing,
-        # so they stay out of the search's log too.
-        if trial.state != TrialState.ACTIVE.value:
-            return
-        if values is None or _time_of(searcher, metrics, step) is None:
+        if not is_whole:
             # Two reports of one step are merged: the other half may have come before.
             metrics = self._standing_metrics(step) or metrics
-            values = _values_of(searcher, metrics)
-        reached = _time_of(searcher, metrics, step)
+            values, reached = _values_of(searcher, metrics), _time_of(searcher, metrics, step)
         if values is not None and reached is not None:
             first, *others = values
             given = Reported(
                 request_id=trial.request_id, time=reached, metric=first, others=tuple(others)
             )
             apply = self._changes.search_operations.apply_input
-            if not apply(self._transaction, experiment.id, given, experiment, self.settle):
-                self.settle()
+            self._is_progress_due = True
+            if not apply(self._transaction, experiment.id, given, experiment, self._write):
+                # The decision has updated the progress already.
+                self._is_progress_due = False
+                self._write()
 
-    def _read_rows(self) -> tuple[Row[Any], Row[Any]]:
+    def _read_rows(self) -> tuple[Row[Any], Row[Any], Searcher]:
         connection = self._transaction.connection
         trial = self._changes.brief_trial(connection, self._attempt.trial_id)
         experiment = self._changes.experiment(connection, self._attempt.experiment_id)
         self._best = trial.best_metric
         self._best_of_all = experiment.best_metric, experiment.best_trial_id
-        self._rows = trial, experiment
+        searcher = config_of(experiment).searcher
+        # Reports of a stopped trial decide nothing. Their number depends on timing,
+        # so they stay out of the search's log too.
+        is_active = trial.state == TrialState.ACTIVE.value
+        self._is_deciding = is_active and searcher.takes_reports and not trial.uses_operations
+        self._rows = trial, experiment, searcher
         return self._rows
 
     def _take_value(self, value: float, step: int, *, is_smaller_better: bool) -> None:
@@ -139,9 +142,16 @@ class Validations:
             self._best_of_all = value, trial_id
 
     def settle(self) -> None:
-        """Write what is left; the next report reads the rows anew."""
+        """Write what is left, with the search's progress; the next report reads the rows anew."""
+        self._write()
+        if self._is_progress_due:
+            self._is_progress_due = False
+            operations = self._changes.search_operations
+            operations.update_progress(self._transaction, self._attempt.experiment_id)
+
+    def _write(self) -> None:
         if self._steps and self._rows is not None:
-            trial, experiment = self._rows
+            trial, experiment, searcher = self._rows
             self._changes.update_trial(self._transaction, trial.id, **self._values)
             value, trial_id = self._best_of_all
             if (value, trial_id) != (experiment.best_metric, experiment.best_trial_id):
@@ -149,7 +159,7 @@ class Validations:
             measure_checkpoints(
                 self._transaction.connection,
                 trial.id,
-                config_of(experiment).searcher.metric,
+                searcher.metric,
                 least=min(self._steps),
                 most=max(self._steps),
             )
@@ -303,7 +313,7 @@ def _number(value: Any) -> float | None:
 
 def small_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     """Leave large reports out of events; whoever follows reads them from the trial."""
-    return metrics if len(json.dumps(metrics)) <= 2000 else {}
+    return metrics if len(msgspec.json.encode(metrics)) <= 2000 else {}
 
 
 CHIEF = 0

@@ -75,10 +75,11 @@ def config_of(experiment: Row[Any]) -> ExperimentConfig:
     """
     stored: dict[str, Any] = experiment.config
     known = _cache.get(experiment.id)
-    # Rows are read for each report; comparing takes a fraction of the time of checking.
-    if known is not None and known[0] == stored:
+    if known is not None and known[0] is stored:
         return known[1]
-    config = read_stored_config(stored)
+    # Rows are read for each request; comparing takes a fraction of the time of checking.
+    is_known = known is not None and known[0] == stored
+    config = known[1] if known is not None and is_known else read_stored_config(stored)
     if len(_cache) >= _MAX_CACHED:
         _cache.clear()
     _cache[experiment.id] = (stored, config)

@@ -6,6 +6,7 @@ ended.
 """
 
 import base64
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ RECORDED = (*LASTING, *OF_CLUSTER, *OF_ATTEMPTS, "environments", "documents")
 _RECORDS = "3"
 
 _BYTES, _FLOAT = "$bytes", "$float"
+# A chunk of a series has 24 KiB.
+_ROWS_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +163,12 @@ def change_rows(connection: Connection, kind: str, row_id: int) -> Iterator[Reco
         yield from experiment_rows(connection, row_id)
     elif kind == ENDED:
         yield from _attempt_rows(connection, row_id)
-    elif kind in LASTING:
-        yield from _select_recovery_rows(connection, kind, "rowid = ?", row_id)
+
+
+def lasting_rows(connection: Connection, table: str, ids: list[int]) -> Iterator[RecordedRow]:
+    """Yield the current rows of a table with lasting columns, in order of their ids."""
+    wanted = "rowid IN (SELECT value FROM json_each(?)) ORDER BY rowid"
+    yield from _select_recovery_rows(connection, table, wanted, json.dumps(ids))
 
 
 def experiment_rows(connection: Connection, experiment_id: int) -> Iterator[RecordedRow]:
@@ -221,12 +228,13 @@ def _attempt_rows(connection: Connection, attempt_id: int) -> Iterator[RecordedR
 def _select_recovery_rows(
     connection: Connection, table: str, condition: str, *parameters: Any
 ) -> Iterator[RecordedRow]:
-    found = connection.execution_options(stream_results=True).exec_driver_sql(
+    found = connection.execution_options(yield_per=_ROWS_AT_ONCE).exec_driver_sql(
         f"SELECT * FROM {table} WHERE {condition}",  # noqa: S608 # no text of a user
         parameters,
     )
-    for row in found.mappings():
-        yield RecordedRow(table, dict(row))
+    names = [*found.keys()]
+    for row in found:
+        yield RecordedRow(table, dict(zip(names, row, strict=True)))
 
 
 def encode_row(row: RecordedRow) -> bytes:

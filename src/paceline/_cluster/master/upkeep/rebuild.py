@@ -194,9 +194,15 @@ class _RecordedInputs(SearchOperations):
         experiment_id: int,
         given: Input,
         row: Row[Any] | None = None,
-        settle: Callable[[], None] = lambda: None,
+        settle: Callable[[], None] | None = None,
     ) -> bool:
         """Do nothing: the input is recorded."""
+        return True
+
+    def update_progress(
+        self, transaction: Transaction, experiment_id: int, row: Row[Any] | None = None
+    ) -> bool:
+        """Do nothing: the next report tells it."""
         return True
 
 

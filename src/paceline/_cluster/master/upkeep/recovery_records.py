@@ -8,6 +8,8 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from paceline._cluster.master.store.recovery_rows import (
     decode_row,
     encode_row,
     experiment_rows,
+    lasting_rows,
     marks_of_running,
     primary_key,
 )
@@ -260,15 +263,19 @@ def _write_records(
 
 
 def _rows_to_recover(connection: Connection, changes: list[Row[Any]]) -> Iterator[RecordedRow]:
-    seen: set[tuple[str, int]] = set()
-    has_inputs = False
     # All rows of an experiment include those that changed one by one.
-    kinds = [change for change in changes if change.kind == ALL] or changes
-    for change in kinds:
-        if (change.kind, change.row_id) not in seen:
-            seen.add((change.kind, change.row_id))
-            has_inputs |= change.kind in (ALL, "search_inputs")
-            yield from change_rows(connection, change.kind, change.row_id)
+    wanted = [change for change in changes if change.kind == ALL] or changes
+    # Each once, in the order in which they changed first.
+    once = dict.fromkeys((change.kind, change.row_id) for change in wanted)
+    has_inputs = any(kind in (ALL, "search_inputs") for kind, _ in once)
+    for kind, some in groupby(once, key=itemgetter(0)):
+        ids = [row_id for _, row_id in some]
+        if kind in LASTING:
+            # One statement for all: reports of a moment are many inputs of a search.
+            yield from lasting_rows(connection, kind, ids)
+        else:
+            for row_id in ids:
+                yield from change_rows(connection, kind, row_id)
     # Journal marks of running attempts, recorded with inputs: a rebuild must not judge records
     # again when reading the journals anew.
     if has_inputs and changes[0].experiment_id is not None:

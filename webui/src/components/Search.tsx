@@ -71,8 +71,9 @@ export function SearchDialog({ onClose }: { onClose: () => void }) {
   const groups = (found.data ?? []).filter(({ entries }) => entries.length > 0);
   const navigate = useNavigate();
   const isNothing = found.isSuccess && asked !== "" && groups.length === 0;
-  // Keys typed at once would act on what was found before.
-  const isOld = asked !== text;
+  // The box tells what is typed a moment later: keys until then would act on what was found before.
+  const [typed, setTyped] = useState("");
+  const isOld = asked !== typed;
   const go = (to: string) => {
     onClose();
     void navigate({ href: to });
@@ -85,7 +86,11 @@ export function SearchDialog({ onClose }: { onClose: () => void }) {
           size="sm"
           data-autofocus
           value={text}
-          onChange={setText}
+          onInput={(event) => setTyped(event.currentTarget.value.trim())}
+          onChange={(query) => {
+            setText(query);
+            setTyped(query);
+          }}
           error={found.error}
         />
         {found.isError && !isQueryError(found.error) && <ProblemView error={found.error} />}

@@ -50,11 +50,7 @@ def open_as(lab: Any, open_page: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that opens a page of the lab as a user."""
 
     def open_it(user: str, path: str, **options: Any) -> Any:
-        page = open_page(lab, "/sign-in", is_signed_in=False, **options)
-        reply = page.context.request.get(lab.client.sign_in_link(user=user))
-        assert reply.ok, reply.text()
-        page.goto(path)
-        return page
+        return open_page(lab, path, link=lab.client.sign_in_link(user=user), **options)
 
     return open_it
 

@@ -22,6 +22,9 @@ _PATIENCE_MS = 60_000
 AXE = Path(__file__).parents[2] / "webui/node_modules/axe-core/axe.min.js"
 WCAG = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 
+# Else each page loads and compiles the code of all others, which takes as long as all it shows.
+_SAVE_DATA = "Object.defineProperty(navigator.connection, 'saveData', {value: true})"
+
 # Trains until a file `finish` appears beside it, so that a test decides how long it takes.
 STEADY = """
 import math
@@ -190,7 +193,8 @@ def _go_whatever_the_network_does(page: Any) -> None:
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     """Return a function that opens a page of a master; no page may have raised an error.
 
-    Unless told otherwise a link that the master printed signs it in, or the `link` given.
+    Unless told otherwise a link that the master printed signs it in, or the `link` given. With
+    `loads_ahead` it gets the code of all pages soon after the first.
     """
     contexts: list[Any] = []
     errors: list[str] = []
@@ -198,6 +202,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     def open_it(master: MasterProcess, path: str = "/", **options: Any) -> Any:
         is_signed_in = options.pop("is_signed_in", True)
         link = options.pop("link", None)
+        loads_ahead = options.pop("loads_ahead", False)
         options = {
             "viewport": DESKTOP,
             "base_url": master.url,
@@ -205,6 +210,8 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         } | options
         context = browser.new_context(**options)
         context.set_default_timeout(_PATIENCE_MS)
+        if not loads_ahead:
+            context.add_init_script(_SAVE_DATA)
         contexts.append(context)
         if is_signed_in:
             reply = context.request.get(link or master.client.sign_in_link())

@@ -157,6 +157,8 @@ def test_a_node_is_reserved_and_released_by_keyboard_alone(lab: Any, open_as: An
     page.keyboard.press("Tab")
     expect(dialog.get_by_role("combobox", name="For")).to_be_focused()
     page.keyboard.type("bob")
+    # Who may be chosen is asked for when the dialog opens.
+    expect(page.get_by_role("option", name="bob")).to_be_visible()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     expect(dialog.get_by_role("combobox", name="For")).to_have_value("bob")

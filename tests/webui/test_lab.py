@@ -261,6 +261,7 @@ def test_axe_finds_nothing_on_the_pages_of_a_lab(
         ),
         "/cluster": ("Reserve a node", "Release local of ann"),
     }  # fmt: skip
+    titles = {"/new": "New experiment", "/models/axe": "axe", "/rules": "Templates and policies"}
     page = open_as("admin", "/", color_scheme=theme)
     problems = {}
     # 640 by 400 is what is left of 1,280 by 800 at 200 %.
@@ -268,6 +269,9 @@ def test_axe_finds_nothing_on_the_pages_of_a_lab(
         page.set_viewport_size(size)
         for path, dialogs in pages.items():
             go_on(page, path)
+            # What was shown stays until the code of the page is there.
+            title = titles.get(path, path.partition("?")[0].rpartition("/")[2].capitalize())
+            expect(page).to_have_title(f"{title} · Paceline")
             expect(page.get_by_text("Loading")).to_have_count(0)
             if found := find_problems(page, "best-practice"):
                 problems[f"{path} at {size['width']}"] = found

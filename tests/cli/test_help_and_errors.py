@@ -44,6 +44,13 @@ def test_each_command_has_two_examples_that_call_it() -> None:
             command.make_context(name, words, resilient_parsing=False).close()
 
 
+@pytest.fixture
+def one_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have calls share the tree of commands, which takes far longer to make than a help."""
+    monkeypatch.setattr("typer.testing._get_command", lambda _app: ROOT)
+
+
+@pytest.mark.usefixtures("one_tree")
 def test_each_help_ends_with_examples_and_exit_codes() -> None:
     num_helps = 0
     for name, command in commands_below("paceline", ROOT):
@@ -56,6 +63,7 @@ def test_each_help_ends_with_examples_and_exit_codes() -> None:
     assert num_helps > len(ALL)
 
 
+@pytest.mark.usefixtures("one_tree")
 def test_a_narrow_terminal_cuts_no_summary() -> None:
     groups = [name for name, one in commands_below("paceline", ROOT) if hasattr(one, "commands")]
     for name in groups:

@@ -4,19 +4,22 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import nbformat
-from nbclient import NotebookClient
-from traitlets.config import Config
+if TYPE_CHECKING:
+    from nbclient import NotebookClient
+    from nbformat import NotebookNode
+
+# Each process of the suite collects the tests, so functions load what takes more than a second.
 
 TIMEOUT_S = 200
 
 
-def notebook_client(
-    notebook: nbformat.NotebookNode, directory: Path, **options: Any
-) -> NotebookClient:
+def notebook_client(notebook: "NotebookNode", directory: Path, **options: Any) -> "NotebookClient":
     """Return what runs the cells of a notebook in a directory."""
+    from nbclient import NotebookClient
+    from traitlets.config import Config
+
     # By files, as another process may take a port before the kernel does. Their paths are short.
     sockets = tempfile.mkdtemp()
     client = NotebookClient(
@@ -32,3 +35,17 @@ def notebook_client(
     )
     weakref.finalize(client, shutil.rmtree, sockets, ignore_errors=True)
     return client
+
+
+def read_notebook(path: Path) -> "NotebookNode":
+    """Return the notebook of a file."""
+    import nbformat
+
+    return nbformat.read(path, as_version=4)
+
+
+def code_notebook(*sources: str) -> "NotebookNode":
+    """Return a notebook with a cell of code per source."""
+    from nbformat.v4 import new_code_cell, new_notebook
+
+    return new_notebook(cells=[new_code_cell(source) for source in sources])

@@ -8,11 +8,10 @@ import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
-import nbformat
 import pytest
-from kernels import TIMEOUT_S, notebook_client
-from nbformat.v4 import new_code_cell, new_notebook
+from kernels import TIMEOUT_S, code_notebook, notebook_client, read_notebook
 
 from paceline import core
 from paceline.journal import RunDirectory
@@ -60,7 +59,7 @@ SHOW = "print(result.stop_reason, result.checkpoints == [context.core.latest_che
 class Notebook:
     """A notebook whose cells are run one by one in a directory, in a kernel of its own."""
 
-    def __init__(self, notebook: nbformat.NotebookNode, directory: Path) -> None:
+    def __init__(self, notebook: Any, directory: Path) -> None:
         self.cells = notebook.cells
         self._client = notebook_client(notebook, directory)
 
@@ -98,7 +97,7 @@ def test_the_example_trains_shows_its_history_and_starts_two_workers(
 ) -> None:
     directory = tmp_path / "example"
     shutil.copytree(EXAMPLE, directory, ignore=shutil.ignore_patterns("paceline_runs", "__py*"))
-    written = nbformat.read(directory / "notebook.ipynb", as_version=4)
+    written = read_notebook(directory / "notebook.ipynb")
     for cell in written.cells:
         cell.source = cell.source.replace("BATCHES = 1000", "BATCHES = 300")
     notebook = Notebook(written, directory)
@@ -139,7 +138,7 @@ train.Trainer(num_workers=0).run(function, callbacks=callbacks)
 print("after", end=" ", flush=True)
 print("the run")
 """
-    notebook = Notebook(new_notebook(cells=[new_code_cell(source)]), tmp_path)
+    notebook = Notebook(code_notebook(source), tmp_path)
 
     async def run() -> str:
         async with notebook.kernel({**environment, "CI": ""}):
@@ -155,8 +154,7 @@ print("the run")
 def test_interrupting_the_kernel_stores_a_checkpoint_and_ends_the_cell(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    cells = [new_code_cell(source) for source in (IMPORTS + TRIAL, TRAIN, SHOW)]
-    notebook = Notebook(new_notebook(cells=cells), tmp_path)
+    notebook = Notebook(code_notebook(IMPORTS + TRIAL, TRAIN, SHOW), tmp_path)
 
     async def interrupt_the_second_cell() -> str:
         async with notebook.kernel(environment):

@@ -4,10 +4,10 @@ import asyncio
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
-import nbformat
 import pytest
-from kernels import TIMEOUT_S, notebook_client
+from kernels import TIMEOUT_S, code_notebook, notebook_client, read_notebook
 
 from paceline import core
 
@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_function"
 TRAIN = "trainer.run(train_digits"
 
 
-def text_of(cell: nbformat.NotebookNode) -> str:
+def text_of(cell: Any) -> str:
     """Return what a cell printed and showed."""
     return "\n".join(
         output.text if output.output_type == "stream" else output.data["text/plain"]
@@ -30,14 +30,13 @@ def test_r5_a_function_is_developed_trained_and_validated_in_a_notebook(
     """Its cells run on workers that stay warm, and the model that comes back is evaluated there."""
     directory = tmp_path / "example"
     shutil.copytree(EXAMPLE, directory, ignore=shutil.ignore_patterns("paceline_runs", "__py*"))
-    notebook = nbformat.read(directory / "notebook.ipynb", as_version=4)
+    notebook = read_notebook(directory / "notebook.ipynb")
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     (training,) = (cell for cell in cells if TRAIN in cell.source)
     pids = "print('pids', trainer.execute(__import__('os').getpid))"
     training.source += f"\n{pids}"
-    again = nbformat.v4.new_code_cell(
-        training.source.replace('"epochs": 5', '"epochs": 1').replace("0.1", "0.2")
-    )
+    source = training.source.replace('"epochs": 5', '"epochs": 1').replace("0.1", "0.2")
+    (again,) = code_notebook(source).cells
     notebook.cells.insert(notebook.cells.index(training) + 1, again)
     # The model of the first run is evaluated.
     again.source = again.source.replace("results =", "others =")
@@ -98,10 +97,10 @@ def test_a_cell_that_is_run_again_shows_one_line_of_progress_and_leaves_no_threa
     tmp_path: Path, clean_environment: dict[str, str]
 ) -> None:
     """It runs to its end, fails in the middle, and runs to its end again."""
-    cell = nbformat.v4.new_code_cell(RERUN)
-    notebook = nbformat.v4.new_notebook(cells=[cell])
+    notebook = code_notebook(RERUN)
+    (cell,) = notebook.cells
     client = notebook_client(notebook, tmp_path, allow_errors=True)
-    shown: list[list[nbformat.NotebookNode]] = []
+    shown: list[list[Any]] = []
 
     async def run_three_times() -> None:
         async with client.async_setup_kernel(env={**clean_environment, "CI": ""}):

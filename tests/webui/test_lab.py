@@ -50,11 +50,7 @@ def open_as(lab: Any, open_page: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that opens a page of the lab as a user."""
 
     def open_it(user: str, path: str, **options: Any) -> Any:
-        page = open_page(lab, "/sign-in", is_signed_in=False, **options)
-        reply = page.context.request.get(lab.client.sign_in_link(user=user))
-        assert reply.ok, reply.text()
-        page.goto(path)
-        return page
+        return open_page(lab, path, link=lab.client.sign_in_link(user=user), **options)
 
     return open_it
 
@@ -161,6 +157,8 @@ def test_a_node_is_reserved_and_released_by_keyboard_alone(lab: Any, open_as: An
     page.keyboard.press("Tab")
     expect(dialog.get_by_role("combobox", name="For")).to_be_focused()
     page.keyboard.type("bob")
+    # Who may be chosen is asked for when the dialog opens.
+    expect(page.get_by_role("option", name="bob")).to_be_visible()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     expect(dialog.get_by_role("combobox", name="For")).to_have_value("bob")
@@ -263,6 +261,7 @@ def test_axe_finds_nothing_on_the_pages_of_a_lab(
         ),
         "/cluster": ("Reserve a node", "Release local of ann"),
     }  # fmt: skip
+    titles = {"/new": "New experiment", "/models/axe": "axe", "/rules": "Templates and policies"}
     page = open_as("admin", "/", color_scheme=theme)
     problems = {}
     # 640 by 400 is what is left of 1,280 by 800 at 200 %.
@@ -270,6 +269,9 @@ def test_axe_finds_nothing_on_the_pages_of_a_lab(
         page.set_viewport_size(size)
         for path, dialogs in pages.items():
             go_on(page, path)
+            # What was shown stays until the code of the page is there.
+            title = titles.get(path, path.partition("?")[0].rpartition("/")[2].capitalize())
+            expect(page).to_have_title(f"{title} · Paceline")
             expect(page.get_by_text("Loading")).to_have_count(0)
             if found := find_problems(page, "best-practice"):
                 problems[f"{path} at {size['width']}"] = found

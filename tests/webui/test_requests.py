@@ -23,7 +23,7 @@ def test_what_pages_show_is_read_before_their_code_is_there(
     experiment = master.create(tmp_path, name="early")
     assert experiment.wait(0.1).value == "COMPLETED"
     (trial,) = experiment.trials()
-    page = open_page(master)
+    page = open_page(master, loads_ahead=True)
     held: list[Any] = []
 
     def hold(route: Any) -> None:
@@ -53,7 +53,7 @@ def test_a_page_asks_for_everything_once(master: Any, open_page: Any, tmp_path: 
     (trial,) = experiment.trials()
     # What has happened in the last seconds is told to a new page, which reads it again.
     time.sleep(6)
-    page = open_page(master, "/sign-in")
+    page = open_page(master, "/sign-in", loads_ahead=True)
     asked: list[str] = []
     page.on(
         "request",

@@ -31,7 +31,7 @@ def test_notes_that_two_windows_edit_are_not_lost(master: Any, open_page: Any, c
 
 
 def test_a_page_first_opened_while_the_master_is_away_is_there(master: Any, open_page: Any) -> None:
-    page = open_page(master, "/sign-in")
+    page = open_page(master, "/sign-in", loads_ahead=True)
     # The code of the pages comes in the order of their addresses; that of the cluster is last.
     with page.expect_event("requestfinished", lambda request: "/assets/Cluster-" in request.url):
         page.goto("/")
@@ -43,7 +43,7 @@ def test_a_page_first_opened_while_the_master_is_away_is_there(master: Any, open
 
 
 def test_a_page_whose_code_is_missing_heals_by_itself(master: Any, open_page: Any) -> None:
-    page = open_page(master, "/sign-in")
+    page = open_page(master, "/sign-in", loads_ahead=True)
     failures = []
 
     def fail_twice(route: Any) -> None:

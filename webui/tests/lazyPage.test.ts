@@ -1,6 +1,6 @@
-import { expect, it } from "vitest";
+import { expect, it, vi } from "vitest";
 
-import { type Surroundings, untilLoaded } from "../src/lib/lazyPage";
+import { lazyPage, loadAllPages, type Surroundings, untilLoaded } from "../src/lib/lazyPage";
 
 function surroundings(isServed: boolean) {
   const seen = { pauses: [] as number[], numReloads: 0 };
@@ -37,4 +37,16 @@ it("reloads where the master answers and the file stays missing", async () => {
   expect(seen.numReloads).toBe(0);
   await untilLoaded(failing(3), given);
   expect(seen.numReloads).toBe(1);
+});
+
+it("loads all pages ahead, but none where data is saved", async () => {
+  const load = vi.fn(() => Promise.resolve({ Page: () => null }));
+  lazyPage(load, "Page");
+  vi.stubGlobal("navigator", { connection: { saveData: true } });
+  await loadAllPages();
+  expect(load).not.toHaveBeenCalled();
+  vi.stubGlobal("navigator", { connection: { saveData: false } });
+  await loadAllPages();
+  expect(load).toHaveBeenCalledOnce();
+  vi.unstubAllGlobals();
 });

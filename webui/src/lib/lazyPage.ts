@@ -20,8 +20,14 @@ export const lazyPage: typeof lazyRouteComponent = (load, name) => {
   return lazyRouteComponent(loadInTheEnd, name);
 };
 
-/** Load the code of all pages, one after the other, so that none is missing when the master is. */
+/**
+ * Load the code of all pages, one after the other, so that none is missing when the master is.
+ *
+ * Browsers of people who save data load the code of what is opened.
+ */
 export async function loadAllPages(): Promise<void> {
+  const { connection } = navigator as { connection?: { saveData?: boolean } };
+  if (connection?.saveData) return;
   for (const load of loaders) await load();
 }
 

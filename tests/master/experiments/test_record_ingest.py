@@ -459,6 +459,9 @@ def test_reports_in_one_request_leave_what_they_leave_one_by_one(
                 report(12, other=1.0, epochs=12),
                 ProgressReported(time=1.0, progress=0.2),
                 *(report(step, loss=better / step, epochs=step) for step in range(13, 40)),
+                # Halves of a step, in either order.
+                *(report(40, loss=better / 40), report(40, epochs=40)),
+                *(report(41, epochs=41), report(41, loss=better / 41)),
             ]
             for part in [records] if is_together else [[record] for record in records]:
                 bench.send(attempt_id, *part)

@@ -66,6 +66,7 @@ class Validations:
         # Values to write, and the steps at which there were any.
         self._values: dict[str, Any] = {}
         self._steps: set[int] = set()
+        self._merged_steps: set[int] = set()
 
     def take(self, report: MetricsReported) -> None:
         """Take in a report: for those who follow, the best values, and the search."""
@@ -95,12 +96,15 @@ class Validations:
             _check_metric(self._changes, self._transaction, self._attempt, report)
             # It may have ended the search.
             experiment = self._read_rows()[1]
-        if not self._is_deciding:
+        if not self._is_deciding or step in self._merged_steps:
             return
         if not is_whole:
             # Two reports of one step are merged: the other half may have come before.
             metrics = self._standing_metrics(step) or metrics
             values, reached = _values_of(searcher, metrics), _time_of(searcher, metrics, step)
+            if values is not None and reached is not None:
+                # The rows of a request are stored before: a half may have seen the later one.
+                self._merged_steps.add(step)
         if values is not None and reached is not None:
             first, *others = values
             given = Reported(

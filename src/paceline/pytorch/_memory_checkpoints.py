@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
@@ -276,8 +277,10 @@ class BoundaryStates:
             parts, metadata = self._training.captured_at(states)
 
             def write(path: Path) -> None:
-                for name, part in parts.items():
-                    save_state(part, path, name)
+                # Side by side, as the lost rank has left its processor.
+                with ThreadPoolExecutor() as pool:
+                    for written in [pool.submit(save_state, p, path, n) for n, p in parts.items()]:
+                        written.result()
 
             store(metadata, write)
             (self._directory / _SAVED).touch()

@@ -183,8 +183,9 @@ class BoundaryStates:
         """Have the present batch raise soon, as it cannot be completed; runs in another thread."""
         self._hooks.append(register_module_forward_pre_hook(self._raise_loss))
         for parameter in self._parameters:
-            if parameter.requires_grad and not self._is_closed:
-                # Found by a backward pass that has begun, which sets this hook of a leaf only.
+            if parameter.requires_grad and parameter.is_leaf and not self._is_closed:
+                # A backward pass that has begun looks for this hook at each gradient. It is one
+                # pointer: hooks before gradients are a list, which the pass may be reading.
                 hook: Any = parameter.register_post_accumulate_grad_hook
                 self._hooks.append(hook(self._raise_loss))
 

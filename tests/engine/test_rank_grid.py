@@ -1,7 +1,9 @@
 """Which ranks divide a model by a user's plan, and what is refused; with one rank."""
 
 import copy
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +119,49 @@ def test_one_process_trains_a_whole_model() -> None:
     model = alone.add_model(nn.Linear(2, 2), ModelOptions(tensor_plan=divide))
     assert type(model.weight) is nn.Parameter
     alone.add_optimizer(torch.optim.SGD(model.parameters()))
+
+
+MODELS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from paceline import pytorch
+
+sent, send = [], dist.broadcast
+dist.broadcast = lambda tensor, **options: (sent.append(tensor), send(tensor, **options))
+
+
+def wrap(change):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    if context.distributed.rank == 1:
+        with torch.no_grad():
+            change(model)
+    sent.clear()
+    state = [*context.wrap_model(model).state_dict().values()]
+    both = context.distributed.allgather([each.tolist() for each in state])
+    assert both[0] == both[1]
+    return len(sent)
+
+
+with pytorch.init() as context:
+    wraps = (
+        wrap(lambda model: None),
+        wrap(lambda model: model[0].weight[1, 2].add_(1e-7)),
+        wrap(lambda model: model[1].running_var.add_(1)),
+    )
+    print("sent", *wraps)
+"""
+
+
+def test_models_that_are_alike_are_not_sent(
+    torch_ranks: Any, tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(MODELS)
+    result = torch_ranks.run(2, script, directory=tmp_path, environment=clean_environment)
+    assert result.returncode == 0, result.stdout
+    assert re.findall("sent (.*)", result.stdout) == ["0 7 7", "0 7 7"]
 
 
 @pytest.mark.parametrize("plan", [{"up": "colwise"}, {1: ColwiseParallel()}, ColwiseParallel, 3])

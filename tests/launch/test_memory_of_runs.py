@@ -133,6 +133,79 @@ def test_a_survivor_saves_the_state_before_the_interrupted_step(
     assert not [*memory.iterdir()]
 
 
+# Batch 3 of rank 0 takes 30 s in its first process, in many short waits.
+SLOW = """
+import atexit, os, time
+from pathlib import Path
+
+IS_SLOW = "SLOW" in os.environ and not Path("waits").exists() and os.environ["RANK"] == "0"
+if IS_SLOW:
+    atexit.register(Path("left").touch)
+
+
+def wait(where):
+    if IS_SLOW and os.environ["SLOW"] == where and trainer._training.loop.position.batches == 3:
+        with open("waits", "a") as file:
+            file.write("x")
+        time.sleep(0.1)
+
+
+class Waits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        wait("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        wait("backward")
+        return gradient
+
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return Waits.apply(x * self.scale)
+
+
+class Trial(Trial):
+    def __init__(self, context):
+        self.context = context
+        layers = nn.Dropout(self.dropout), nn.Linear(8, 2), nn.BatchNorm1d(2)
+        slow = (Slow() for _ in range(300))
+        self.model = context.wrap_model(nn.Sequential(*layers, *slow))
+        self.optimizer = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), 0.1))
+
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        is_killed = "SLOW" in os.environ and os.environ["RANK"] == "2" and batch_idx == 3
+        while is_killed and not Path("waits").exists():
+            time.sleep(0.01)
+        return super().train_batch(batch, epoch_idx, batch_idx)
+"""
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_survivor_leaves_a_batch_that_cannot_be_completed(
+    launch: Launch, script: Script, tmp_path: Path, dropout_trial: str, memory: Path, where: str
+) -> None:
+    name = script(dropout_trial + SLOW + TRAIN)
+    options = ["--nproc-per-node=3", "--max-restarts=2", "--grace-s=100", name]
+    variables = {"PACELINE_MEMORY_DIR": str(memory), "EVERY": "1e6", "LENGTH": "8"}
+    assert launch(*options, NAME="straight", **variables).returncode == 0
+    result = launch(*options, NAME="killed", KILLS="3-2", SLOW=where, **variables)
+    assert result.returncode == 0, result.stderr
+    straight, killed = (read_run_facts(run_named(tmp_path, n)) for n in ("straight", "killed"))
+    assert compare_runs(straight, killed) == []
+    assert [attempt.start_step for attempt in killed.attempts] == [0, 3]
+    assert 0 < len((tmp_path / "waits").read_text()) < 200
+    # The script ends as after any error.
+    assert (tmp_path / "left").exists()
+    assert "This rank lost another one" in result.stderr
+
+
 def kill_at_random(
     launcher: "subprocess.Popen[str]", root: Path, draw: random.Random, num_kills: int
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, pytorch
 from paceline._base.files import own_run_memory, remove_leftover_directories, run_memory
+from paceline.core._run_storage import memory_storage, newest_in_memory
 from paceline.journal import RunDirectory
 from paceline.pytorch import _memory_checkpoints
 from paceline.pytorch._loop_agreement_and_reports import RankAgreement
@@ -179,6 +181,30 @@ def test_a_damaged_state_is_passed_over(memory: Path, caplog: pytest.LogCaptureF
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     assert batches_from(run)[0] == [*range(4, 10)]
     assert any("Passing over a state in memory" in text for text in warnings(caplog))
+
+
+def test_the_state_before_a_damaged_one_is_taken(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_id = str(uuid4())
+    storage = memory_storage(run_id)
+    assert storage is not None
+    uuids = {step: str(uuid4()) for step in (6, 4, 5)}
+    for step, uuid in uuids.items():
+        with storage.store_path(uuid) as path:
+            (path / "weights").write_text(str(step))
+        storage.commit(uuid, {"steps_completed": step})
+    weights = storage.root / uuids[6] / "weights"
+    weights.chmod(0o600)
+    weights.write_text("7")
+    assert newest_in_memory(run_id, 3) == (uuids[5], 5)
+    [state] = states(memory)
+    assert state.name == uuids[5]
+    [text] = warnings(caplog)
+    assert "Passing over a state in memory" in text
+    assert uuids[6] in text
+    assert newest_in_memory(run_id, 5) == (None, 5)
+    assert states(memory) == []
 
 
 def test_a_half_written_state_is_never_taken(memory: Path) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from paceline._training.workers.channels import on_rank_lost
+from paceline.core import DistributedPeerError
 from paceline.pytorch import _memory_checkpoints
 from paceline.pytorch._memory_checkpoints import (
     BoundaryStates,
@@ -52,6 +55,7 @@ class Rank:
             optimizers=[self.optimizer],
             parameters=lambda: [*self.model.parameters()],
             accumulation=SimpleNamespace(is_even=True),
+            calls=SimpleNamespace(is_in_batch=True),
             is_divided=False,
             all_reduce=None,
         )
@@ -91,6 +95,32 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     yield both
     for rank in both:
         rank.states.close()
+
+
+def test_a_batch_is_left_only_where_the_state_before_it_is_there(ranks: list[Rank]) -> None:
+    first, second = ranks
+    assert len(on_rank_lost) == 2
+    # The other one has gone, as have its hooks for all modules.
+    second.states.close()
+    output = first.model(torch.ones(3, 2))
+    on_rank_lost[0]()
+    for leave in (lambda: first.model(torch.ones(3, 2)), output.sum().backward):
+        with pytest.raises(DistributedPeerError, match="one is lost"):
+            leave()
+    assert first.save()
+    # Models in other threads, such as those of data, and those between two batches.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(first.model, torch.ones(3, 2)).result()
+    first.stepper.calls.is_in_batch = False
+    first.model(torch.ones(3, 2)).sum().backward()
+    # The batch goes on after a step: no rank has noted this state.
+    first.stepper.calls.is_in_batch = True
+    first.optimizer.step()
+    first.model(torch.ones(3, 2)).sum().backward()
+    first.states._has_stepped = False
+    first.states.close()
+    first.model(torch.ones(3, 2)).sum().backward()
+    assert on_rank_lost == []
 
 
 def test_one_survivor_saves_the_small_states_of_all(ranks: list[Rank]) -> None:

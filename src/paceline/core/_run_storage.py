@@ -400,14 +400,21 @@ def newest_in_memory(run_id: str, steps_completed: int) -> tuple[str | None, int
     newest, steps = None, steps_completed
     if storage is None or not storage.root.is_dir():
         return newest, steps
+    by_step = []
     for uuid in storage.list():
         try:
-            found = storage.verify(uuid).metadata["steps_completed"]
+            by_step.append((storage.manifest(uuid).metadata["steps_completed"], uuid))
         except (CheckpointError, OSError) as error:
             logger.warning("Passing over a state in memory: %s", error)
-            continue
-        if found > steps:
+    # The newest one alone is read as a whole, as the ranks wait for it.
+    for found, uuid in sorted(by_step, reverse=True):
+        if found <= steps_completed or newest is not None:
+            break
+        try:
+            storage.verify(uuid)
             newest, steps = uuid, found
+        except (CheckpointError, OSError) as error:
+            logger.warning("Passing over a state in memory: %s", error)
     for path in storage.root.iterdir():
         if path.name != newest:
             # What a killed process has left takes the room of the next state.

@@ -8,10 +8,12 @@ import os
 import pickle
 import shutil
 import struct
+import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline._base.files import MEMORY_DIRECTORY_VARIABLE, memory_root, opened_directory
@@ -27,8 +30,9 @@ from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSav
 from paceline._training.engine.checkpoints.state_files import save_state
 from paceline._training.engine.gradient_reduction import plain_model
 from paceline._training.engine.optimizer_stepper import Stepper
+from paceline._training.workers.channels import on_rank_lost
 from paceline._training.workers.shared_memory import available_bytes
-from paceline.core._arguments import DistributedError
+from paceline.core._arguments import DistributedError, DistributedPeerError
 from paceline.core._background_checkpoints import CheckpointParts, StoreFailures
 from paceline.core._core_context import Context
 from paceline.pytorch._loop_agreement_and_reports import RankWish
@@ -168,10 +172,30 @@ class BoundaryStates:
             for model in stepper.models
         ]
         # Also for optimizers that nobody knows here.
-        self._hook = register_optimizer_step_pre_hook(self._note_step)
+        self._hooks: list[Any] = [register_optimizer_step_pre_hook(self._note_step)]
+        self._thread = 0
+        on_rank_lost.append(self._interrupt)
 
     def _note_step(self, *_: object) -> None:
         self._has_stepped = True
+
+    def _interrupt(self) -> None:
+        """Have the present batch raise soon, as it cannot be completed; runs in another thread."""
+        self._hooks.append(register_module_forward_pre_hook(self._raise_loss))
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter.is_leaf and not self._is_closed:
+                # A backward pass that has begun looks for this hook at each gradient. It is one
+                # pointer: hooks before gradients are a list, which the pass may be reading.
+                hook: Any = parameter.register_post_accumulate_grad_hook
+                self._hooks.append(hook(self._raise_loss))
+
+    def _raise_loss(self, *_: object) -> None:
+        is_mine = threading.get_ident() == self._thread and self._stepper.calls.is_in_batch
+        # After an optimizer step, the state to be kept is another one.
+        if is_mine and not self._has_stepped and not self._is_closed:
+            raise DistributedPeerError(
+                "All ranks must take part in the sum of the gradients, but one is lost."
+            )
 
     def note(self, step: int) -> None:
         """Note the state after so many batches, unless gradients are open or it costs too much."""
@@ -210,6 +234,7 @@ class BoundaryStates:
             self._watched = [*self._parameters, *(v for v in values if type(v) is torch.Tensor)]
         self._versions = [tensor._version for tensor in self._watched]
         self._sampled = torch.cat(self._samples)
+        self._thread = threading.get_ident()
         self._has_stepped = False
 
     def _pace(self, step: int, began_s: float) -> None:
@@ -253,8 +278,10 @@ class BoundaryStates:
             parts, metadata = self._training.captured_at(states)
 
             def write(path: Path) -> None:
-                for name, part in parts.items():
-                    save_state(part, path, name)
+                # Side by side, as the lost rank has left its processor.
+                with ThreadPoolExecutor() as pool:
+                    for written in [pool.submit(save_state, p, path, n) for n, p in parts.items()]:
+                        written.result()
 
             store(metadata, write)
             (self._directory / _SAVED).touch()
@@ -284,7 +311,10 @@ class BoundaryStates:
     def close(self) -> None:
         """Note no more states."""
         self._is_closed, self._step = True, _NO_STEP
-        self._hook.remove()
+        if self._interrupt in on_rank_lost:
+            on_rank_lost.remove(self._interrupt)
+        for hook in self._hooks[:]:
+            hook.remove()
 
 
 def _samples(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

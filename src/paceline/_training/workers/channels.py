@@ -12,7 +12,6 @@ import secrets
 import socket
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -245,6 +244,9 @@ class WorkerChannel(BlockingChannel):
         os.register_at_fork(after_in_child=self._socket.close)
 
 
+RANK_LOST = b"lost"
+# Called in a program, from another thread, once the launcher has seen that a rank is lost.
+on_rank_lost: list[Callable[[], None]] = []
 _BEAT_S = 0.5
 # Programs have mostly begun to train by then.
 _LOADED_AFTER_BEATS = 6
@@ -256,6 +258,7 @@ class _Link:
     """Link from this process to its parent; `send` is None without a parent."""
 
     send: "_Send | None" = None
+    await_stop: Callable[[float], bytes] | None = None
     is_program = False
     is_alive = False
     is_found = False
@@ -306,7 +309,7 @@ def _find_channel() -> None:
     wrapper = sys.modules.get(_worker_program.RUNNING_MARK)
     channel = _worker_program.take_channel() if wrapper is None else wrapper.parent
     if channel is not None:
-        _Link.send, _Link.is_program = channel.send, True
+        _Link.send, _Link.await_stop, _Link.is_program = channel.send, channel.await_stop, True
 
 
 def _beat() -> None:
@@ -317,7 +320,9 @@ def _beat() -> None:
         if num_beats == _LOADED_AFTER_BEATS:
             _Link.send(FrameKind.LOADED, json.dumps(list(sys.modules)).encode())
         _Link.send(FrameKind.BEAT, meter.measure().to_bytes())
-        time.sleep(_BEAT_S)
+        if _Link.await_stop is not None and _Link.await_stop(_BEAT_S) == RANK_LOST:
+            for function in on_rank_lost[:]:
+                function()
 
 
 _RESUME_VARIABLE = "PACELINE_RESUME"

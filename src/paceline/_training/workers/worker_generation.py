@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from paceline._base.process_and_network import join, wait_until
-from paceline._training.workers.channels import ChannelFrame, FrameKind, RunEvents
+from paceline._training.workers.channels import RANK_LOST, ChannelFrame, FrameKind, RunEvents
 from paceline._training.workers.processes.local_worker_group import LocalGroup, OnExit
 from paceline._training.workers.processes.signals_and_leftovers import (
     STACKS_SIGNAL,
@@ -22,7 +22,11 @@ from paceline._training.workers.processes.signals_and_leftovers import (
 from paceline._training.workers.processes.worker_process import NodeLayout, WorkerProcess
 from paceline._training.workers.serve_calls import read_error
 from paceline._training.workers.stuck_ranks import Progress, WatchedRank
-from paceline._training.workers.worker_failures import WorkerExit, WorkerStartError
+from paceline._training.workers.worker_failures import (
+    WorkerExit,
+    WorkerFailedError,
+    WorkerStartError,
+)
 from paceline._training.workers.worker_health import (
     Assignment,
     FailureDetector,
@@ -392,8 +396,9 @@ class Generation:
                 for worker in self._workers:
                     if worker.current is not None:
                         worker.current.answer(worker.rank, _NOTHING)
+            why = RANK_LOST if isinstance(error, WorkerFailedError) else b""
             for worker in self._workers:
-                worker.channel.send(ChannelFrame(FrameKind.STOP))
+                worker.channel.send(ChannelFrame(FrameKind.STOP, body=why))
                 worker.drop_calls(error)
             self._is_ready.set()
         if is_idle and grace_s > 0:

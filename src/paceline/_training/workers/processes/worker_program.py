@@ -19,6 +19,7 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import select
 import signal
 import struct
 import sys
@@ -142,6 +143,7 @@ class ParentChannel:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
+        self._is_told = False
         self._lock = threading.Lock()
         os.set_inheritable(descriptor, False)
         # Forked children are no workers, and must not report.
@@ -157,6 +159,22 @@ class ParentChannel:
             except OSError:
                 # The parent has gone: the program trains on without its reports.
                 self._descriptor = None
+
+    def await_stop(self, timeout_s: float) -> bytes:
+        """Wait so long, or until the parent ends this program; return why, once, else nothing."""
+        if self._is_told or self._descriptor is None:
+            time.sleep(timeout_s)
+            return b""
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        if not poll.poll(timeout_s * 1000):
+            return b""
+        # Programs are sent this one frame, and an end of file is readable for ever.
+        self._is_told = True
+        try:
+            return os.read(self._descriptor, 4096)[HEADER.size :]
+        except OSError:
+            return b""
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None

@@ -15,6 +15,8 @@ from paceline.client._http_session import read_master_file
 
 DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
+# The theme and width that pages have unless a test says otherwise: `dark-1440` tries all tests so.
+_LOOK = os.environ.get("PACELINE_TEST_LOOK", "light-1280").split("-")
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # It takes a third of the processor time, and shows no tab as hidden.
 _SHELL = "chromium-headless-shell"
@@ -203,8 +205,10 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         is_signed_in = options.pop("is_signed_in", True)
         link = options.pop("link", None)
         loads_ahead = options.pop("loads_ahead", False)
+        theme, width = _LOOK
         options = {
-            "viewport": DESKTOP,
+            "viewport": DESKTOP | {"width": int(width)},
+            "color_scheme": theme,
             "base_url": master.url,
             "reduced_motion": "reduce",
         } | options

@@ -194,13 +194,13 @@ def test_a_directory_that_cannot_be_written_to_for_a_moment_is_told_as_such(
     error: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that training goes on, as with a full disk."""
-    from paceline.storage import _checkpoint_files as _durable_files
+    from paceline.storage import _checkpoint_files
 
     def fail(*_: Any, **__: Any) -> Callable[..., Any]:
         raise OSError(error, "not now")
 
     with core.init(name="lost") as context:
-        monkeypatch.setattr(_durable_files, "write_durably_below", fail)
+        monkeypatch.setattr(_checkpoint_files, "write_durably_below", fail)
         with (
             pytest.raises(CheckpointWriteError, match="Hint: see that the directory is there"),
             context.checkpoint.store_path({"steps_completed": 1}) as (path, _),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.data import _torch_loaders as _encoded_images
+from paceline.data import _torch_loaders
 from paceline.data._torch_loaders import ImageBatchMemory
 
 SHAPE = (2, 3)
@@ -32,7 +32,7 @@ def test_no_memory_is_given_again_where_references_are_not_counted_exactly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in CPython without its global lock."""
-    monkeypatch.setattr(_encoded_images, "_has_global_lock", lambda: False)
+    monkeypatch.setattr(_torch_loaders, "_has_global_lock", lambda: False)
     memory = ImageBatchMemory(8)
     arrays = [memory.take(SHAPE) for _ in range(4)]
     assert len({*map(place, arrays)}) == 4

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
-from paceline._training.engine.checkpoints import weight_exports as _export_weights
+from paceline._training.engine.checkpoints import weight_exports
 from paceline._training.engine.checkpoints.state_files import (
     read_training,
     read_weights,
@@ -98,7 +98,7 @@ def assert_equal(exported: dict[str, torch.Tensor], weights: dict[str, torch.Ten
 def test_pieces_of_several_ranks_become_one_file(
     sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(_export_weights, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(weight_exports, "_BLOCK_BYTES", block_bytes)
     directory, weights = sharded
     exported = export_weights(directory, tmp_path / "out")
     assert exported.files == (tmp_path / "out",)

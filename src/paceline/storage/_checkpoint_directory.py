@@ -17,7 +17,7 @@ from paceline._base.files import (
     opened_directory,
     read_limited,
 )
-from paceline.storage import _checkpoint_files as _durable_files
+from paceline.storage import _checkpoint_files
 from paceline.storage._checkpoint_files import (
     MANIFEST_NAME,
     MAX_TEXT_BYTES,
@@ -99,7 +99,7 @@ class CheckpointDirectory:
         Where files belong to one user, it is given to the owner of the directory.
         """
         owner = None if self._owners is None else (self.facts.st_uid, self.facts.st_gid)
-        _durable_files.write_durably_below(self.descriptor, name, data, owner=owner)
+        _checkpoint_files.write_durably_below(self.descriptor, name, data, owner=owner)
 
     def problems(self, files: Mapping[str, FileEntry]) -> dict[str, str]:
         """Return the problems of files by name, after comparing contents with the digests."""
@@ -125,7 +125,7 @@ def file_problem(file: IO[bytes], entry: FileEntry) -> str | None:
     size = os.fstat(file.fileno()).st_size
     if size != entry.size:
         return entry.difference(FileEntry(size, ""))
-    found = _durable_files.digest_stream(file)
+    found = _checkpoint_files.digest_stream(file)
     return None if found == entry else entry.difference(found)
 
 
@@ -310,7 +310,7 @@ class NewDirectory(CheckpointDirectory):
         """Copy a file durably."""
         folder, _, last = name.rpartition("/")
         with source.open("rb") as file, made_below(self.descriptor, folder) as parent:
-            return _durable_files.copy_stream(file, Path(last), durable=True, directory=parent)
+            return _checkpoint_files.copy_stream(file, Path(last), durable=True, directory=parent)
 
     def sealed(self) -> dict[str, FileEntry]:
         """Force the files to disk, and return their entries.
@@ -320,14 +320,14 @@ class NewDirectory(CheckpointDirectory):
             ValueError: There is a link or a special file, or a name is one of the commit protocol.
         """
         self.check_place()
-        with _durable_files.naming_files_below(self.path):
+        with _checkpoint_files.naming_files_below(self.path):
             names = []
             for found in walk_below(self.descriptor):
                 if stat.S_ISREG(found.facts.st_mode):
                     names.append(found.path)
                 elif not stat.S_ISDIR(found.facts.st_mode):
                     raise no_regular_file(found.path)
-            return _durable_files.seal_files(self.descriptor, check_file_names(sorted(names)))
+            return _checkpoint_files.seal_files(self.descriptor, check_file_names(sorted(names)))
 
     def remove(self) -> None:
         """Remove the directory with its contents, as far as possible."""
@@ -349,7 +349,7 @@ def made_directory(parent: int, path: Path, *, exist_ok: bool = False) -> Iterat
         CheckpointWriteError: A link is there.
         FileExistsError: It exists.
     """
-    with _durable_files.naming_files_below(path.parent):
+    with _checkpoint_files.naming_files_below(path.parent):
         try:
             os.mkdir(path.name, dir_fd=parent)
         except FileExistsError:

@@ -17,8 +17,7 @@ from paceline._base.files import (
     replacing_below,
     sync_directory,
 )
-from paceline.storage import _checkpoint_directory
-from paceline.storage import _checkpoint_files as _durable_files
+from paceline.storage import _checkpoint_directory, _checkpoint_files
 from paceline.storage._checkpoint_directory import (
     CheckpointDirectory,
     NewDirectory,
@@ -108,7 +107,7 @@ class DirectoryStorage(CheckpointStorage):
             raise NotADirectoryError(
                 f"A checkpoint must be stored from a directory, but got {str(source)!r}."
             )
-        names = check_file_names(_durable_files.list_files(source, follow_links=True))
+        names = check_file_names(_checkpoint_files.list_files(source, follow_links=True))
         self._check_uncommitted(self._path(uuid), rank)
         # Several ranks may bring their shards of one checkpoint, each its own files.
         with self._storing(uuid, is_shared=True) as directory:
@@ -124,14 +123,14 @@ class DirectoryStorage(CheckpointStorage):
         """Yield a directory of its own within the checkpoint's; its files move up afterwards."""
         path = self._path(uuid)
         with ExitStack() as stack:
-            with _durable_files.durable_write_errors(uuid, self._root):
+            with _checkpoint_files.durable_write_errors(uuid, self._root):
                 self._check_uncommitted(path, rank)
                 directory = stack.enter_context(self._made(uuid, exist_ok=True))
                 opened_own = made_directory(directory.descriptor, path / f".rank-{rank}")
                 own = stack.enter_context(opened_own)
             faults.reach("storage.begun")
             try:
-                with _durable_files.durable_write_errors(uuid, own.path):
+                with _checkpoint_files.durable_write_errors(uuid, own.path):
                     yield own.path
                     directory.check_place()
                     entries = own.sealed()
@@ -150,11 +149,11 @@ class DirectoryStorage(CheckpointStorage):
     def _storing(self, uuid: str, *, is_shared: bool) -> Iterator[NewDirectory]:
         """Make the checkpoint's directory; remove the directory if the body fails."""
         with ExitStack() as stack:
-            with _durable_files.durable_write_errors(uuid, self._root):
+            with _checkpoint_files.durable_write_errors(uuid, self._root):
                 directory = stack.enter_context(self._made(uuid, exist_ok=is_shared))
             faults.reach("storage.begun")
             try:
-                with _durable_files.durable_write_errors(uuid, directory.path):
+                with _checkpoint_files.durable_write_errors(uuid, directory.path):
                     yield directory
             except BaseException:
                 # Plain removal instead of `discard`: a user's file may have the manifest's name.
@@ -167,7 +166,7 @@ class DirectoryStorage(CheckpointStorage):
         """Make and yield the directory of a checkpoint."""
         path = self._path(uuid)
         self._make_root()
-        with _durable_files.naming_files_below(self._root):
+        with _checkpoint_files.naming_files_below(self._root):
             mark_open(self._root, uuid)
         with (
             opened_directory(self._root) as root,
@@ -269,7 +268,7 @@ class DirectoryStorage(CheckpointStorage):
         for path, entry in manifest.files.items():
             try:
                 with self.open_file(uuid, path) as file:
-                    copied = _durable_files.copy_stream(file, target / path)
+                    copied = _checkpoint_files.copy_stream(file, target / path)
             except FileNotFoundError:
                 problems[path] = "is missing"
                 continue
@@ -311,7 +310,7 @@ class DirectoryStorage(CheckpointStorage):
     def replace_manifest(self, manifest: Manifest) -> None:
         """Replace ``manifest.json``, then remove the files no longer named there."""
         with (
-            _durable_files.durable_write_errors(manifest.uuid, self._root),
+            _checkpoint_files.durable_write_errors(manifest.uuid, self._root),
             self._opened(manifest.uuid) as directory,
         ):
             directory.write(MANIFEST_NAME, encode_with_checksum(manifest))
@@ -386,7 +385,7 @@ class DirectoryStorage(CheckpointStorage):
     def _write_manifest(self, manifest: Manifest) -> None:
         faults.reach("storage.before_manifest")
         try:
-            with _durable_files.durable_write_errors(manifest.uuid, self._root):
+            with _checkpoint_files.durable_write_errors(manifest.uuid, self._root):
                 with self._opened(manifest.uuid) as directory:
                     directory.write(MANIFEST_NAME, encode_with_checksum(manifest))
                 # A power cut could otherwise take the checkpoint's own entry.

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from paceline import faults
 from paceline._base.files import NotRegularFileError, opened_below, opened_directory, sync_directory
-from paceline.storage import _checkpoint_files as _durable_files
+from paceline.storage import _checkpoint_files
 from paceline.storage._checkpoint_files import (
     MANIFEST_NAME,
     MAX_TEXT_BYTES,
@@ -154,7 +154,7 @@ class IncomingCheckpoint:
         """
         files = self.manifest.files
         with self._writing() as directory:
-            found = _durable_files.seal_files(directory, list(files))
+            found = _checkpoint_files.seal_files(directory, list(files))
             problems = {
                 name: entry.difference(found[name])
                 for name, entry in files.items()
@@ -167,7 +167,7 @@ class IncomingCheckpoint:
             if not problems:
                 sync_directories(directory)
                 for name, text in self._texts.items():
-                    _durable_files.write_durably_below(directory, name, text)
+                    _checkpoint_files.write_durably_below(directory, name, text)
         return problems
 
     def commit(self) -> None:
@@ -179,7 +179,7 @@ class IncomingCheckpoint:
         uuid = self._uuid
         if not self._storage.exists(uuid):
             faults.reach("storage.before_moved_in")
-            with _durable_files.durable_write_errors(uuid, self._storage.root):
+            with _checkpoint_files.durable_write_errors(uuid, self._storage.root):
                 with _opened_incoming(self._storage.root) as (above, incoming):
                     place = f"{self._sender}/{uuid}"
                     # A single rename: nobody ever sees a part of the checkpoint.
@@ -211,8 +211,8 @@ class IncomingCheckpoint:
         root = self._storage.root
         existing = next(path for path in (root, *root.parents) if path.is_dir())
         with (
-            _durable_files.durable_write_errors(self._uuid, existing),
-            _durable_files.naming_files_below(self._path / folder),
+            _checkpoint_files.durable_write_errors(self._uuid, existing),
+            _checkpoint_files.naming_files_below(self._path / folder),
         ):
             root.mkdir(parents=True, exist_ok=True)
             # Partial files are for their owner only.

@@ -13,7 +13,7 @@ import xxhash
 
 from paceline import faults
 from paceline._base.files import temporary_directory
-from paceline.storage import _checkpoint_files as _durable_files
+from paceline.storage import _checkpoint_files
 from paceline.storage._checkpoint_files import (
     MANIFEST_NAME,
     CheckpointError,
@@ -243,7 +243,7 @@ class ObjectStorage(CheckpointStorage):
         try:
             with temporary_directory() as path:
                 with (
-                    _durable_files.durable_write_errors(uuid, path),
+                    _checkpoint_files.durable_write_errors(uuid, path),
                     self._taking_pieces(path, upload),
                 ):
                     yield path
@@ -285,7 +285,7 @@ class ObjectStorage(CheckpointStorage):
     def _put_all(self, upload: ShardUpload, source: Path, *, follow_links: bool = False) -> None:
         """Upload a directory's files, wait for background uploads, then write the done file."""
         uuid, rank = upload.uuid, upload.rank
-        names = check_file_names(_durable_files.list_files(source, follow_links=follow_links))
+        names = check_file_names(_checkpoint_files.list_files(source, follow_links=follow_links))
         upload.check_new(names)
         num_files = upload.num_begun + len(names)
 
@@ -313,7 +313,7 @@ class ObjectStorage(CheckpointStorage):
 
     def _send(self, key: str, file: Path, timeout_s: float) -> FileEntry:
         """Store a file within a time, where the store has limits, and return size and digest."""
-        entry = _durable_files.digest_file(file)
+        entry = _checkpoint_files.digest_file(file)
         self.put(key, file)
         return entry
 

@@ -15,7 +15,7 @@ import xxhash
 
 from paceline import faults
 from paceline._base.process_and_network import wait_until
-from paceline.storage import _checkpoint_files as _durable_files
+from paceline.storage import _checkpoint_files
 from paceline.storage._checkpoint_files import (
     CheckpointError,
     CheckpointWriteError,
@@ -115,7 +115,7 @@ class FileUpload(Upload):
         """Return the size and digest of the file, once all of the file was read."""
         if self._num_hashed != self.size:
             # The client has read a part again, for a retry.
-            return _durable_files.digest_file(self._path)
+            return _checkpoint_files.digest_file(self._path)
         return super().entry()
 
     def __enter__(self) -> "FileUpload":

@@ -7,8 +7,7 @@ import pytest
 from sqlalchemy import insert
 
 from paceline._cluster.master.store import tables
-from paceline.storage import DirectoryStorage
-from paceline.storage import _checkpoint_files as _durable_files
+from paceline.storage import DirectoryStorage, _checkpoint_files
 
 NUM_CHECKPOINTS = 200
 BEST_FIRST = [97, 53, 11, 180]
@@ -99,13 +98,13 @@ def test_a_download_reads_the_requested_file_only_and_once_to_check_it(
     master: Any, stored: DirectoryStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digested: list[str] = []
-    digest_stream = _durable_files.digest_stream
+    digest_stream = _checkpoint_files.digest_stream
 
     def counting(file: Any, *options: Any) -> Any:
         digested.append(file.name)
         return digest_stream(file, *options)
 
-    monkeypatch.setattr(_durable_files, "digest_stream", counting)
+    monkeypatch.setattr(_checkpoint_files, "digest_stream", counting)
     for name, content in (("a", b"first"), ("b/c", b"second")):
         reply = master.http.get(f"/checkpoints/kept/files/{name}")
         assert (reply.status_code, reply.content) == (200, content)

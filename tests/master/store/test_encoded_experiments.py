@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, update
 
-from paceline._cluster.master.store import api_models_from_rows as _encoding_cache
-from paceline._cluster.master.store import tables, user_tables
+from paceline._cluster.master.store import api_models_from_rows, tables, user_tables
 from paceline._cluster.master.store.api_models_from_rows import EncodingCache
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.experiment_list import (
@@ -148,7 +147,7 @@ def test_a_brief_list_has_no_configuration_and_another_one_no_secret(listed: Dat
 def test_what_is_kept_stays_within_its_bytes(
     listed: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_encoding_cache, "_LIMIT_BYTES", 20_000)
+    monkeypatch.setattr(api_models_from_rows, "_LIMIT_BYTES", 20_000)
     cache = EncodingCache()
     for number in range(50):
         _change(listed, {"description": str(number) * 500})

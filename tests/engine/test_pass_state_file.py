@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.creators._passes import (
+from paceline.creators._passes_and_states import (
     load_pass_state,
     read_pass_state,
     store_pass_state,

@@ -14,7 +14,7 @@ from paceline._training.engine.checkpoints.state_files import (
     read_versioned_part,
     save_state,
 )
-from paceline.creators._passes import checked_pass_state
+from paceline.creators._passes_and_states import checked_pass_state
 from paceline.storage import _checkpoint_files
 from paceline.storage._checkpoint_files import STATE_VERSION, CheckpointMismatchError
 from paceline.train._run_protocol import checked_metadata

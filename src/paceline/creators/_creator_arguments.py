@@ -33,7 +33,7 @@ from paceline.core._launcher_place import launched_place
 from paceline.creators._pass_reports import LocalMeans, Measure
 
 if TYPE_CHECKING:
-    from paceline.creators._passes import Pass
+    from paceline.creators._passes_and_states import Pass
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from paceline.creators._creator_arguments import (
     make_replica_spec,
 )
 from paceline.creators._pass_reports import PassRecord, PassResult, reduced_statistics, shown_pass
-from paceline.creators._passes import (
+from paceline.creators._passes_and_states import (
     KeptState,
     MemoryFile,
     checked_pass_state,

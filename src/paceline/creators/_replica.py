@@ -51,7 +51,7 @@ from paceline.creators._pass_reports import (
     StepTimes,
     measured_pass,
 )
-from paceline.creators._passes import (
+from paceline.creators._passes_and_states import (
     DataPosition,
     Pass,
     creators_config,

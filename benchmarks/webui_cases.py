@@ -78,6 +78,53 @@ def measure_webui_heap() -> list[Figure]:
     ]  # fmt: skip
 
 
+def measure_webui_large() -> list[Figure]:
+    """Views of a home with many trials, and a search of which each trial is a point."""
+    from large_store import fill_home
+
+    figures = []
+    for num_trials in (100_000, 30_010):
+        with tempfile.TemporaryDirectory() as directory:
+            home = Path(directory) / "home"
+            store = fill_home(home, num_trials=num_trials, num_lines=1000)
+            with _master(home) as client, _browser() as browser:
+                rounds = [_one_look(browser, client, store.wide) for _ in range(_NUM_ROUNDS)]
+        if num_trials == 100_000:
+            text = "first view of a warm server, 100,000 trials"
+            figures.append(
+                Figure(what=text, unit="s", values=[first for first, _, _ in rounds], bar=1.0)
+            )
+            continue
+        for place, name in ((1, "rungs"), (2, "hyperparameters")):
+            text = f"{name} of a search of 15,005 trials, address to paint"
+            values = [one[place] for one in rounds]
+            figures.append(Figure(what=text, unit="s", values=values, bar=1.5))
+    return figures
+
+
+def _one_look(browser: Any, client: Client, wide: int) -> tuple[float, float, float]:
+    page = _open(browser, client, None)
+    began = time.perf_counter()
+    page.goto("/", wait_until="commit")
+    page.get_by_role("heading", name="Recently ended").wait_for()
+    first = time.perf_counter() - began
+    page.wait_for_timeout(2000)
+    script = """async ([path, shown]) => {
+        history.pushState(null, '', path);
+        dispatchEvent(new Event('popstate'));
+        return paceline.until(() => document.querySelector(shown) !== null);
+    }"""
+    seconds = []
+    for tab, shown in (("search", "main li[data-decision]"), ("hyperparameters", "main canvas")):
+        page.goto("/cluster")
+        page.get_by_role("heading", name="Cluster").wait_for()
+        page.wait_for_timeout(2000)
+        path = f"/experiments/{wide}/{tab}"
+        seconds.append(float(page.evaluate(script, [path, shown])) / 1000)
+    page.context.close()
+    return first, seconds[0], seconds[1]
+
+
 def _heap_sizes(browser: Any, client: Client) -> list[float]:
     """Return the heap in MB after forced collections, from warm to the end."""
     page = _open(browser, client, "/")
@@ -233,4 +280,5 @@ def _open(browser: Any, client: Client, path: str | None) -> Any:
 NAMED_CASES: dict[str, Callable[[], list[Figure]]] = {
     "webui": measure_webui,
     "webui-heap": measure_webui_heap,
+    "webui-large": measure_webui_large,
 }

@@ -91,6 +91,32 @@ def fill_home(path: Path) -> dict[str, int]:
     return found
 
 
+def store_runs(path: Path, runs: list[list[float]]) -> int:
+    """Store runs with a series `loss` each as trials of an experiment; return its id."""
+    home = Home(path)
+    home.prepare()
+    master = Master(home, ["cpu"])
+
+    def store(transaction: Any) -> int:
+        info = RunInfo(run_id="runs", name="runs", created=1.0, checkpoint_storage="/none")
+        found = master.unmanaged.register(transaction, info, "/none/runs")
+        for number, values in enumerate(runs):
+            row = {"experiment_id": found.experiment_id, "state": "COMPLETED", "seed": 0,
+                   "hparams": {"seed": number}, "created_at": 1.0, "ended_at": 2.0,
+                   "num_attempts": 1, "request_id": f"t{number}",
+                   "steps_completed": len(values)}  # fmt: skip
+            reply = transaction.connection.execute(insert(tables.trials).values(row))
+            steps = list(range(len(values)))
+            points = Points(steps, [float(step) for step in steps], values)
+            trial = int(reply.inserted_primary_key[0])
+            store_columns(transaction.connection, trial, 1, {("validation", "loss"): points})
+        return int(found.experiment_id)
+
+    experiment = master.database.write(store).result()
+    master.database.close()
+    return int(experiment)
+
+
 def report_for_ever(directory: Path, num_runs: int, rate: float) -> None:
     """Let runs report at a rate each, until the process is terminated."""
     held, journals = [], []

@@ -28,11 +28,7 @@ export function DownloadMenu({ title, csvName, onCsv, drawn }: DownloadMenuProps
     }
   };
   return (
-    <LazyMenu
-      label={`Download ${title}`}
-      icon={<IconDownload size={18} />}
-      position="bottom-end"
-    >
+    <LazyMenu label={`Download ${title}`} icon={<IconDownload size={18} />} position="bottom-end">
       <Menu.Item onClick={onCsv}>{csvName}</Menu.Item>
       <Menu.Item onClick={() => void draw("svg")}>SVG, as drawn</Menu.Item>
       <Menu.Item onClick={() => void draw("png")}>PNG, as drawn</Menu.Item>

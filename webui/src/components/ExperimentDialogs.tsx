@@ -1,6 +1,6 @@
 /** Dialogs about an experiment: stopping, deleting, editing its name and labels. */
 
-import { Button, Group, Modal, Stack, TagsInput, Text, Textarea, TextInput } from "@mantine/core";
+import { TagsInput, Text, Textarea, TextInput } from "@mantine/core";
 import { notifications } from "@mantine/notifications";
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { useNavigate } from "@tanstack/react-router";
@@ -13,6 +13,7 @@ import type { Experiment } from "../api/types";
 import { formatBytes, plural } from "../lib/numbers";
 import { Confirm } from "./Confirm";
 import { ProblemView } from "./Feedback";
+import { FormDialog } from "./FormDialog";
 
 interface StopDialogProps {
   experiment: Experiment;
@@ -108,41 +109,28 @@ export function EditDialog({ experiment, onClose }: DialogProps) {
     },
   });
   return (
-    <Modal opened onClose={onClose} title="Edit experiment" centered>
-      <form
-        onSubmit={(event) => {
-          event.preventDefault();
-          save.mutate();
-        }}
-      >
-        <Stack>
-          <TextInput
-            label="Name"
-            required
-            value={name}
-            onChange={(event) => setName(event.currentTarget.value)}
-            data-autofocus
-          />
-          <Textarea
-            label="Description"
-            autosize
-            minRows={2}
-            maxRows={10}
-            value={description}
-            onChange={(event) => setDescription(event.currentTarget.value)}
-          />
-          <TagsInput label="Labels" value={labels} onChange={setLabels} />
-          {save.isError && <ProblemView error={save.error} />}
-          <Group justify="flex-end">
-            <Button variant="default" onClick={onClose}>
-              Keep as it is
-            </Button>
-            <Button type="submit" loading={save.isPending}>
-              Save
-            </Button>
-          </Group>
-        </Stack>
-      </form>
-    </Modal>
+    <FormDialog
+      title="Edit experiment"
+      {...{ save, onClose }}
+      saveLabel="Save"
+      onSave={() => save.mutate()}
+    >
+      <TextInput
+        label="Name"
+        required
+        value={name}
+        onChange={(event) => setName(event.currentTarget.value)}
+        data-autofocus
+      />
+      <Textarea
+        label="Description"
+        autosize
+        minRows={2}
+        maxRows={10}
+        value={description}
+        onChange={(event) => setDescription(event.currentTarget.value)}
+      />
+      <TagsInput label="Labels" value={labels} onChange={setLabels} />
+    </FormDialog>
   );
 }

@@ -1,15 +1,15 @@
 /** Reservations of nodes: who has which one when; administrators make and end them. */
 
-import { Button, Group, Modal, Select, Stack, Text, TextInput, Title } from "@mantine/core";
+import { Button, Group, Select, Text, TextInput, Title } from "@mantine/core";
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
-import { type FormEvent, useState } from "react";
+import { useState } from "react";
 
 import { releaseNode, reserveNode } from "../api/actions";
 import { keys } from "../api/keys";
 import { sessionQuery, usersQuery } from "../api/queries";
 import type { Reservation } from "../api/types";
 import { Confirm } from "../components/Confirm";
-import { ProblemView } from "../components/Feedback";
+import { FormDialog } from "../components/FormDialog";
 import { Scroll } from "../components/Scroll";
 import { formatTime, localInput } from "../lib/times";
 
@@ -123,10 +123,6 @@ function ReserveDialog({ nodes, onDone, onClose }: DialogProps) {
     onSuccess: onClose,
     onSettled: onDone,
   });
-  const submit = (event: FormEvent) => {
-    event.preventDefault();
-    make.mutate();
-  };
   const time = (label: string, value: string, onChange: (value: string) => void) => (
     <TextInput
       type="datetime-local"
@@ -138,44 +134,39 @@ function ReserveDialog({ nodes, onDone, onClose }: DialogProps) {
     />
   );
   return (
-    <Modal opened centered onClose={onClose} title="Reserve a node">
-      <form onSubmit={submit}>
-        <Stack gap="sm">
-          <Select
-            label="Node"
-            required
-            searchable
-            data={[...nodes]}
-            value={node}
-            onChange={setNode}
-            openOnFocus={false}
-            data-autofocus
-          />
-          <Select
-            label="For"
-            required
-            searchable
-            data={users.map((one) => one.name)}
-            value={user}
-            onChange={setUser}
-          />
-          {time("From", begins, setBegins)}
-          {time("Until", ends, setEnds)}
-          <Text size="sm" c="dimmed">
-            Trials of others do not start there from an hour before on. Those that still run when it
-            begins store a checkpoint and go on elsewhere.
-          </Text>
-          {make.isError && <ProblemView error={make.error} />}
-          <Group justify="flex-end">
-            <Button variant="default" onClick={onClose}>
-              Do not reserve
-            </Button>
-            <Button type="submit" loading={make.isPending} disabled={!node || !user}>
-              Reserve
-            </Button>
-          </Group>
-        </Stack>
-      </form>
-    </Modal>
+    <FormDialog
+      title="Reserve a node"
+      save={make}
+      saveLabel="Reserve"
+      cancelLabel="Do not reserve"
+      isReady={Boolean(node && user)}
+      onSave={() => make.mutate()}
+      onClose={onClose}
+    >
+      <Select
+        label="Node"
+        required
+        searchable
+        data={[...nodes]}
+        value={node}
+        onChange={setNode}
+        openOnFocus={false}
+        data-autofocus
+      />
+      <Select
+        label="For"
+        required
+        searchable
+        data={users.map((one) => one.name)}
+        value={user}
+        onChange={setUser}
+      />
+      {time("From", begins, setBegins)}
+      {time("Until", ends, setEnds)}
+      <Text size="sm" c="dimmed">
+        Trials of others do not start there from an hour before on. Those that still run when it
+        begins store a checkpoint and go on elsewhere.
+      </Text>
+    </FormDialog>
   );
 }

@@ -3,7 +3,7 @@
 import { Button, Group, Modal, Stack, Text, Textarea, TextInput, Title } from "@mantine/core";
 import { useInfiniteQuery, useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { useNavigate, useParams } from "@tanstack/react-router";
-import { type FormEvent, type ReactNode, useState } from "react";
+import { type ReactNode, useState } from "react";
 
 import { keys } from "../api/keys";
 import {
@@ -24,6 +24,7 @@ import { checkpointQuery } from "../api/queries";
 import { Ago } from "../components/Ago";
 import { Confirm } from "../components/Confirm";
 import { Command, Empty, ProblemView, Waiting } from "../components/Feedback";
+import { FormDialog } from "../components/FormDialog";
 import { LinkText } from "../components/links";
 import { PageHead } from "../components/PageHead";
 import { Scroll } from "../components/Scroll";
@@ -331,11 +332,7 @@ function Source({ version }: { version: ModelVersion }) {
       {found && (
         <>
           {" of "}
-          <LinkText
-            to="/trials/$id/checkpoints"
-            params={{ id: found.trial_id }}
-            underline="always"
-          >
+          <LinkText to="/trials/$id/checkpoints" params={{ id: found.trial_id }} underline="always">
             trial {found.trial_id}
           </LinkText>
           {`, batch ${formatNumber(found.steps_completed)}`}
@@ -361,34 +358,22 @@ function PromoteDialog({
     onSuccess: onClose,
     onSettled: onDone,
   });
-  const submit = (event: FormEvent) => {
-    event.preventDefault();
-    save.mutate();
-  };
   return (
-    <Modal opened centered onClose={onClose} title={`Set an alias to version ${version.version}`}>
-      <form onSubmit={submit}>
-        <Stack gap="sm">
-          <TextInput
-            label="Alias"
-            description="It means this version from now on, and no other."
-            required
-            value={alias}
-            onChange={(event) => setName(event.currentTarget.value)}
-            data-autofocus
-          />
-          {save.isError && <ProblemView error={save.error} />}
-          <Group justify="flex-end">
-            <Button variant="default" onClick={onClose}>
-              Keep as it is
-            </Button>
-            <Button type="submit" loading={save.isPending}>
-              Set
-            </Button>
-          </Group>
-        </Stack>
-      </form>
-    </Modal>
+    <FormDialog
+      title={`Set an alias to version ${version.version}`}
+      {...{ save, onClose }}
+      saveLabel="Set"
+      onSave={() => save.mutate()}
+    >
+      <TextInput
+        label="Alias"
+        description="It means this version from now on, and no other."
+        required
+        value={alias}
+        onChange={(event) => setName(event.currentTarget.value)}
+        data-autofocus
+      />
+    </FormDialog>
   );
 }
 

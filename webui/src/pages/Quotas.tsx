@@ -1,8 +1,8 @@
 /** Shares and limits of users and projects, and what counts against them. */
 
-import { Button, Group, Modal, NumberInput, Select, Stack, Text } from "@mantine/core";
+import { Button, Group, NumberInput, Select, Text } from "@mantine/core";
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
-import { type FormEvent, useState } from "react";
+import { useState } from "react";
 
 import { deleteQuota, type QuotaLimits, setQuota, type Owner } from "../api/actions";
 import { keys } from "../api/keys";
@@ -11,6 +11,7 @@ import { projectsQuery, quotasQuery, usersQuery } from "../api/queries";
 import type { Quota } from "../api/types";
 import { Confirm } from "../components/Confirm";
 import { Empty, ProblemView, Waiting } from "../components/Feedback";
+import { FormDialog } from "../components/FormDialog";
 import { Scroll } from "../components/Scroll";
 import { formatBytes, formatNumber } from "../lib/numbers";
 import { useTitle } from "../lib/title";
@@ -197,80 +198,65 @@ function QuotaDialog({ before, known, onSaved, onClose }: QuotaDialogProps) {
       />
     );
   };
-  const submit = (event: FormEvent) => {
-    event.preventDefault();
-    save.mutate();
-  };
   return (
-    <Modal
-      opened
-      centered
-      onClose={onClose}
+    <FormDialog
       title={before ? `Quota of ${nameOf(before)}` : "Set a quota"}
+      {...{ save, onClose }}
+      saveLabel="Save"
+      hidesError={isOvertaken}
+      isReady={of !== null && !isOvertaken}
+      onSave={() => save.mutate()}
     >
-      <form onSubmit={submit}>
-        <Stack gap="sm">
-          {before === null && (
-            <Select
-              label="Of"
-              searchable
-              required
-              data={choices}
-              value={owner}
-              onChange={setOwner}
-              openOnFocus={false}
-              data-autofocus
-            />
-          )}
-          {!of?.project && field("weight", "Weight in fair shares")}
-          {field("max_slots", "Slots at once")}
-          {field("slot_hours", "Slot hours in each month")}
-          {field("checkpoint_bytes", "GiB of checkpoints", GIB)}
-          {field("media_bytes", "GiB of media", GIB)}
-          {save.isError && !isOvertaken && <ProblemView error={save.error} />}
-          {isOvertaken && (
-            <div role="alert">
-              <Text size="sm">
-                Somebody else has changed this quota since you opened it. Nothing was overwritten:
-                load theirs, or replace theirs with what stands here.
-              </Text>
-              <Group gap="xs" mt="xs">
-                <Button
-                  size="xs"
-                  variant="default"
-                  disabled={newest === undefined}
-                  onClick={() => {
-                    setLimits(newest ?? DEFAULTS);
-                    setRevision(newest?.revision ?? 0);
-                    save.reset();
-                  }}
-                >
-                  Load theirs
-                </Button>
-                <Button
-                  size="xs"
-                  variant="default"
-                  onClick={() => {
-                    setRevision(newest?.revision ?? 0);
-                    save.reset();
-                  }}
-                >
-                  Replace theirs
-                </Button>
-              </Group>
-            </div>
-          )}
-          <Group justify="flex-end">
-            <Button variant="default" onClick={onClose}>
-              Keep as it is
+      {before === null && (
+        <Select
+          label="Of"
+          searchable
+          required
+          data={choices}
+          value={owner}
+          onChange={setOwner}
+          openOnFocus={false}
+          data-autofocus
+        />
+      )}
+      {!of?.project && field("weight", "Weight in fair shares")}
+      {field("max_slots", "Slots at once")}
+      {field("slot_hours", "Slot hours in each month")}
+      {field("checkpoint_bytes", "GiB of checkpoints", GIB)}
+      {field("media_bytes", "GiB of media", GIB)}
+      {isOvertaken && (
+        <div role="alert">
+          <Text size="sm">
+            Somebody else has changed this quota since you opened it. Nothing was overwritten: load
+            theirs, or replace theirs with what stands here.
+          </Text>
+          <Group gap="xs" mt="xs">
+            <Button
+              size="xs"
+              variant="default"
+              disabled={newest === undefined}
+              onClick={() => {
+                setLimits(newest ?? DEFAULTS);
+                setRevision(newest?.revision ?? 0);
+                save.reset();
+              }}
+            >
+              Load theirs
             </Button>
-            <Button type="submit" loading={save.isPending} disabled={of === null || isOvertaken}>
-              Save
+            <Button
+              size="xs"
+              variant="default"
+              onClick={() => {
+                setRevision(newest?.revision ?? 0);
+                save.reset();
+              }}
+            >
+              Replace theirs
             </Button>
           </Group>
-        </Stack>
-      </form>
-    </Modal>
+        </div>
+      )}
+    </FormDialog>
   );
 }
 

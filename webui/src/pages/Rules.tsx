@@ -1,8 +1,8 @@
 /** Templates and policies for configs: all see those of their projects, administrators set them. */
 
-import { Button, Group, Modal, Select, Stack, Text, TextInput } from "@mantine/core";
+import { Button, Group, Select, Text, TextInput } from "@mantine/core";
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
-import { type FormEvent, useState } from "react";
+import { useState } from "react";
 import { parse, stringify } from "yaml";
 
 import { deleteRule, setRule } from "../api/actions";
@@ -13,6 +13,7 @@ import { Ago } from "../components/Ago";
 import { CodeView } from "../components/CodeView";
 import { Confirm } from "../components/Confirm";
 import { Empty, ProblemView, Waiting } from "../components/Feedback";
+import { FormDialog } from "../components/FormDialog";
 import { Scroll } from "../components/Scroll";
 import { useTitle } from "../lib/title";
 import { LabHead, useIsAdmin } from "./LabHead";
@@ -167,58 +168,41 @@ function RuleDialog({ before, kind, places, isReadOnly, onSaved, onClose }: Rule
     onSuccess: onClose,
     onSettled: onSaved,
   });
-  const submit = (event: FormEvent) => {
-    event.preventDefault();
-    save.mutate();
-  };
   return (
-    <Modal
-      opened
-      centered
+    <FormDialog
       size="lg"
-      onClose={onClose}
       title={before ? nameOf(before) : `New ${kind}`}
+      {...{ save, onClose }}
+      saveLabel={isReadOnly ? null : "Save"}
+      cancelLabel={isReadOnly ? "Close" : undefined}
+      isReady={name !== ""}
+      onSave={() => save.mutate()}
     >
-      <form onSubmit={submit}>
-        <Stack gap="sm">
-          {before === null && (
-            <Group gap="sm" grow>
-              <TextInput
-                label="Name"
-                required
-                value={name}
-                onChange={(event) => setName(event.currentTarget.value)}
-                data-autofocus
-              />
-              <Select
-                label="Project"
-                data={places}
-                value={place}
-                allowDeselect={false}
-                onChange={(value) => setPlace(value ?? place)}
-              />
-            </Group>
-          )}
-          <CodeView
-            label={`The ${kind} in YAML`}
-            text={text}
-            language="yaml"
-            height="16rem"
-            {...(isReadOnly ? {} : { onChange: setText })}
+      {before === null && (
+        <Group gap="sm" grow>
+          <TextInput
+            label="Name"
+            required
+            value={name}
+            onChange={(event) => setName(event.currentTarget.value)}
+            data-autofocus
           />
-          {save.isError && <ProblemView error={save.error} />}
-          <Group justify="flex-end">
-            <Button variant="default" onClick={onClose}>
-              {isReadOnly ? "Close" : "Keep as it is"}
-            </Button>
-            {!isReadOnly && (
-              <Button type="submit" loading={save.isPending} disabled={name === ""}>
-                Save
-              </Button>
-            )}
-          </Group>
-        </Stack>
-      </form>
-    </Modal>
+          <Select
+            label="Project"
+            data={places}
+            value={place}
+            allowDeselect={false}
+            onChange={(value) => setPlace(value ?? place)}
+          />
+        </Group>
+      )}
+      <CodeView
+        label={`The ${kind} in YAML`}
+        text={text}
+        language="yaml"
+        height="16rem"
+        {...(isReadOnly ? {} : { onChange: setText })}
+      />
+    </FormDialog>
   );
 }

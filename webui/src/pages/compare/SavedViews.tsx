@@ -13,7 +13,8 @@ import { problemOf } from "../../api/problem";
 import { viewsQuery } from "../../api/queries";
 import type { View } from "../../api/types";
 import { Confirm } from "../../components/Confirm";
-import { Failure, ProblemView } from "../../components/Feedback";
+import { Failure } from "../../components/Feedback";
+import { FormDialog } from "../../components/FormDialog";
 import type { CompareSearch } from "../../lib/search";
 import { isBare, searchOf, storedSearch, textOf } from "../../lib/views";
 
@@ -101,7 +102,9 @@ export function SavedViews({ search }: { search: CompareSearch }) {
       {save.isError && dialog === null && problemOf(save.error).code !== "view_changed" && (
         <Failure title="Not saved" message={problemOf(save.error).message} />
       )}
-      {dialog === "new" && <ViewForm title="Save as a new view" content={content} onClose={close} />}
+      {dialog === "new" && (
+        <ViewForm title="Save as a new view" content={content} onClose={close} />
+      )}
       {dialog === "edit" && current !== undefined && (
         <ViewForm
           title="Edit the view"
@@ -137,9 +140,7 @@ export function SavedViews({ search }: { search: CompareSearch }) {
               <Button
                 color="red.9"
                 loading={save.isPending}
-                onClick={() =>
-                  void replace(current, current.version).then(close, () => undefined)
-                }
+                onClick={() => void replace(current, current.version).then(close, () => undefined)}
               >
                 Replace theirs
               </Button>
@@ -214,44 +215,32 @@ function ViewForm({ title, content, view = null, onClose }: ViewFormProps) {
   const [name, setName] = useState(view?.name ?? "");
   const [isDefault, setDefault] = useState(view?.is_default ?? false);
   const save = useSave();
+  const submit = () => {
+    const body = { name, search: content, is_default: isDefault, version: view?.version ?? 1 };
+    save.mutate({ id: view?.id ?? null, body }, { onSuccess: onClose });
+  };
   return (
-    <Modal opened onClose={onClose} title={title} centered>
-      <form
-        onSubmit={(event) => {
-          event.preventDefault();
-          const body = { name, search: content, is_default: isDefault };
-          save.mutate(
-            { id: view?.id ?? null, body: { ...body, version: view?.version ?? 1 } },
-            { onSuccess: onClose },
-          );
-        }}
-      >
-        <Stack>
-          <TextInput
-            label="Name"
-            required
-            maxLength={200}
-            value={name}
-            onChange={(event) => setName(event.currentTarget.value)}
-            data-autofocus
-          />
-          <Switch
-            label="Compare opens this view by default"
-            checked={isDefault}
-            onChange={(event) => setDefault(event.currentTarget.checked)}
-          />
-          {save.isError && <ProblemView error={save.error} />}
-          <Group justify="flex-end">
-            <Button variant="default" onClick={onClose}>
-              Close
-            </Button>
-            <Button type="submit" loading={save.isPending} disabled={name.trim() === ""}>
-              Save the view
-            </Button>
-          </Group>
-        </Stack>
-      </form>
-    </Modal>
+    <FormDialog
+      {...{ title, save, onClose }}
+      saveLabel="Save the view"
+      cancelLabel="Close"
+      isReady={name.trim() !== ""}
+      onSave={submit}
+    >
+      <TextInput
+        label="Name"
+        required
+        maxLength={200}
+        value={name}
+        onChange={(event) => setName(event.currentTarget.value)}
+        data-autofocus
+      />
+      <Switch
+        label="Compare opens this view by default"
+        checked={isDefault}
+        onChange={(event) => setDefault(event.currentTarget.checked)}
+      />
+    </FormDialog>
   );
 }
 

@@ -68,7 +68,7 @@ def _seconds(page: Any, url: str, shown: str, num_rounds: int) -> list[float]:
 
 def tensorboard(runs: list[list[float]], directory: Path, num_rounds: int) -> list[float]:
     """Return the seconds of the time series page, until its chart is there."""
-    from tensorboardX import SummaryWriter
+    from tensorboardX import SummaryWriter  # type: ignore[import-untyped]
 
     for number, values in enumerate(runs):
         with SummaryWriter(str(directory / f"run-{number:03}")) as writer:

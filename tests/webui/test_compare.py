@@ -59,7 +59,9 @@ def clean_views(master: Any) -> Iterator[None]:
 def test_a_panel_has_several_metrics_and_an_x_axis_of_its_own(
     master: Any, sweep: Any, open_page: Any
 ) -> None:
-    page = open_page(master, f"/compare?experiments=[{sweep.id}]")
+    # The places of points depend on the width.
+    size = {"width": 1280, "height": 800}
+    page = open_page(master, f"/compare?experiments=[{sweep.id}]", viewport=size)
     expect(page.get_by_role("img", name="accuracy: 6 lines")).to_be_visible()
     page.get_by_role("button", name="Metrics and x axis of accuracy").click()
     dialog = page.get_by_role("dialog", name="Panel accuracy")

@@ -104,25 +104,18 @@ def measure_webui_large() -> list[Figure]:
 
 def _one_look(browser: Any, client: Client, wide: int) -> tuple[float, float, float]:
     page = _open(browser, client, None)
+    first = _first_view(page)
+    rungs = _went(page, f"/experiments/{wide}/search", "main li[data-decision]")
+    space = _went(page, f"/experiments/{wide}/hyperparameters", "main canvas")
+    page.context.close()
+    return first, rungs, space
+
+
+def _first_view(page: Any) -> float:
     began = time.perf_counter()
     page.goto("/", wait_until="commit")
     page.get_by_role("heading", name="Recently ended").wait_for()
-    first = time.perf_counter() - began
-    page.wait_for_timeout(2000)
-    script = """async ([path, shown]) => {
-        history.pushState(null, '', path);
-        dispatchEvent(new Event('popstate'));
-        return paceline.until(() => document.querySelector(shown) !== null);
-    }"""
-    seconds = []
-    for tab, shown in (("search", "main li[data-decision]"), ("hyperparameters", "main canvas")):
-        page.goto("/cluster")
-        page.get_by_role("heading", name="Cluster").wait_for()
-        page.wait_for_timeout(2000)
-        path = f"/experiments/{wide}/{tab}"
-        seconds.append(float(page.evaluate(script, [path, shown])) / 1000)
-    page.context.close()
-    return first, seconds[0], seconds[1]
+    return time.perf_counter() - began
 
 
 def _heap_sizes(browser: Any, client: Client) -> list[float]:
@@ -143,12 +136,8 @@ def _heap_sizes(browser: Any, client: Client) -> list[float]:
 
 
 def _one_round(browser: Any, client: Client, found: dict[str, int]) -> dict[str, float]:
-    measured: dict[str, float] = {}
     page = _open(browser, client, None)
-    began = time.perf_counter()
-    page.goto("/", wait_until="commit")
-    page.get_by_role("heading", name="Recently ended").wait_for()
-    measured["first"] = time.perf_counter() - began
+    measured = {"first": _first_view(page)}
     measured["size"] = page.evaluate(
         "() => performance.getEntriesByType('resource').filter((one) => one.name.endsWith('.js'))"
         ".reduce((sum, one) => sum + one.encodedBodySize, 0) / 1000"
@@ -177,19 +166,22 @@ def _one_round(browser: Any, client: Client, found: dict[str, int]) -> dict[str,
 
 
 def _compared(page: Any, search: str, label: str) -> float:
-    """Go to a comparison within the app; return the seconds until its first panel is painted."""
+    """Go to a comparison; return the seconds until its first panel is painted."""
+    return _went(page, f"/compare?{search}", f"[role=img][aria-label^='{label}'] canvas")
+
+
+def _went(page: Any, path: str, shown: str) -> float:
+    """Go to an address within the app; return the seconds until what is `shown` is painted."""
     page.goto("/cluster")
     page.get_by_role("heading", name="Cluster").wait_for()
     # The code of all pages is there before a person goes on.
     page.wait_for_timeout(2000)
-    script = """async ([search, label]) => {
-        history.pushState(null, '', `/compare?${search}`);
+    script = """async ([path, shown]) => {
+        history.pushState(null, '', path);
         dispatchEvent(new Event('popstate'));
-        return paceline.until(
-            () => document.querySelector(`[role=img][aria-label^="${label}"] canvas`) !== null
-        );
+        return paceline.until(() => document.querySelector(shown) !== null);
     }"""
-    return float(page.evaluate(script, [search, label])) / 1000
+    return float(page.evaluate(script, [path, shown])) / 1000
 
 
 def _painted(page: Any, link: str, label: str) -> float:

@@ -133,12 +133,12 @@ def test_a_survivor_saves_the_state_before_the_interrupted_step(
     assert not [*memory.iterdir()]
 
 
-# Batch 3 of rank 0 takes 30 s in its first process, in many short waits.
+# Batch 3 of rank 1 takes 30 s in its first process, in many short waits.
 SLOW = """
 import atexit, os, time
 from pathlib import Path
 
-IS_SLOW = "SLOW" in os.environ and not Path("waits").exists() and os.environ["RANK"] == "0"
+IS_SLOW = "SLOW" in os.environ and not Path("waits").exists() and os.environ["RANK"] == "1"
 if IS_SLOW:
     atexit.register(Path("left").touch)
 
@@ -180,22 +180,29 @@ class Trial(Trial):
         self.optimizer = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), 0.1))
 
     def train_batch(self, batch, epoch_idx, batch_idx):
-        is_killed = "SLOW" in os.environ and os.environ["RANK"] == "2" and batch_idx == 3
+        victim = os.environ.get("KILLS", "").partition("-")[2]
+        is_killed = "SLOW" in os.environ and os.environ["RANK"] == victim and batch_idx == 3
         while is_killed and not Path("waits").exists():
             time.sleep(0.01)
         return super().train_batch(batch, epoch_idx, batch_idx)
 """
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("where", "victim"), [("forward", 0), ("backward", 2), ("backward", 0)])
 def test_a_survivor_leaves_a_batch_that_cannot_be_completed(
-    launch: Launch, script: Script, tmp_path: Path, dropout_trial: str, memory: Path, where: str
+    launch: Launch,
+    script: Script,
+    tmp_path: Path,
+    dropout_trial: str,
+    memory: Path,
+    where: str,
+    victim: int,
 ) -> None:
     name = script(dropout_trial + SLOW + TRAIN)
     options = ["--nproc-per-node=3", "--max-restarts=2", "--grace-s=100", name]
     variables = {"PACELINE_MEMORY_DIR": str(memory), "EVERY": "1e6", "LENGTH": "8"}
     assert launch(*options, NAME="straight", **variables).returncode == 0
-    result = launch(*options, NAME="killed", KILLS="3-2", SLOW=where, **variables)
+    result = launch(*options, NAME="killed", KILLS=f"3-{victim}", SLOW=where, **variables)
     assert result.returncode == 0, result.stderr
     straight, killed = (read_run_facts(run_named(tmp_path, n)) for n in ("straight", "killed"))
     assert compare_runs(straight, killed) == []

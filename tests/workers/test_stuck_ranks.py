@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -256,6 +257,54 @@ def test_progress_is_read_without_frame_objects_of_the_thread(
     finally:
         leave.set()
         thread.join()
+
+
+def test_the_stack_of_the_maker_is_the_same_as_among_all_threads() -> None:
+    places, is_read = [], threading.Event()
+
+    def look(own: ProgressMeter, thread: threading.Thread) -> None:
+        places.extend([own.measure().place, ProgressMeter(thread).measure().place])
+        is_read.set()
+
+    own = ProgressMeter()
+    threading.Thread(target=look, args=(own, threading.current_thread())).start()
+    is_read.wait()
+    assert places[0] == places[1]
+    assert re.fullmatch(r"test_stuck_ranks\.py:\d+ in test_the_stack_of_.*", places[0])
+
+
+# Threads of C++ get their Python state without the GIL, at their first call of Python.
+LOOK_WHILE_THREADS_BEGIN = """
+import ctypes, threading, time
+from paceline._training.workers.stuck_ranks import ProgressMeter
+
+system = ctypes.CDLL(None)
+body = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+is_over = threading.Event()
+def begin_threads():
+    while not is_over.is_set():
+        threads = [ctypes.c_ulong() for _ in range(8)]
+        for thread in threads:
+            system.pthread_create(ctypes.byref(thread), None, body, None)
+        for thread in threads:
+            system.pthread_join(thread, None)
+def look(meter):
+    for _ in range(3000):
+        assert meter.measure().place.endswith("in <module>")
+    is_over.set()
+beginners = [threading.Thread(target=begin_threads) for _ in range(2)]
+looker = threading.Thread(target=look, args=(ProgressMeter(),))
+for thread in [*beginners, looker]:
+    thread.start()
+for thread in [looker, *beginners]:
+    thread.join()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="begins threads by Linux' own function")
+def test_progress_is_read_while_threads_of_other_languages_begin() -> None:
+    # Python 3.11 ended with a segmentation fault in a moment.
+    subprocess.run([sys.executable, "-c", LOOK_WHILE_THREADS_BEGIN], check=True)
 
 
 @pytest.mark.parametrize(

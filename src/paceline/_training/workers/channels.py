@@ -277,7 +277,8 @@ def begin_signs_of_life() -> None:
     _Link.is_alive = True
     dump_stacks_on_signal()
     _Link.send(FrameKind.READY, b"")
-    threading.Thread(target=_beat, name="paceline-beat", daemon=True).start()
+    meter = ProgressMeter(threading.main_thread())
+    threading.Thread(target=_beat, args=(meter,), name="paceline-beat", daemon=True).start()
 
 
 def send_run_event(event: str, path: str, text: str = "") -> None:
@@ -312,8 +313,7 @@ def _find_channel() -> None:
         _Link.send, _Link.await_stop, _Link.is_program = channel.send, channel.await_stop, True
 
 
-def _beat() -> None:
-    meter = ProgressMeter(threading.main_thread())
+def _beat(meter: ProgressMeter) -> None:
     for num_beats in count():
         if _Link.send is None:
             return

@@ -1,5 +1,6 @@
 """Watchdog of ranks waiting in vain, and the progress of a worker's main thread."""
 
+import ctypes
 import faulthandler
 import json
 import os
@@ -9,7 +10,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -80,23 +81,45 @@ class _Frame(NamedTuple):
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
-def _thread_stack(thread: int) -> list[_Frame]:
-    """Return the innermost 100 frames of a thread, newest first; none if unknown.
+class _ThreadStack:
+    """Stack of a thread, for another thread to read.
 
     Frame objects of a running thread are never touched: a worker whose main thread compiled a model
     with torch was ended by a segmentation fault while another thread followed their `f_back`.
+    Nor are other threads: in Python 3.11 and 3.12 `faulthandler` comes upon the half-made states
+    of threads that C++ code begins just then, and these versions give a function for one thread.
+
+    Args:
+        thread: Ident of the thread. One that is not the caller's is found among all threads.
     """
-    try:
-        # No file that stays: a script may close all descriptors, and get this number for its own.
-        with _memory_file() as file:
-            faulthandler.dump_traceback(file)
-            text = os.pread(file.fileno(), file.tell(), 0).decode(errors="replace")
-    except OSError:
-        return []
-    _, _, rest = text.partition(f"Thread 0x{thread:016x} ")
-    # Frames follow the thread's header, and the next thread an empty line.
-    lines = rest.partition("\n\n")[0].splitlines()[1:]
-    return [_Frame(*match.groups()) for line in lines if (match := _FRAME.match(line))]
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        self._dump_own: Callable[[int], None] | None = None
+        if thread == threading.get_ident() and hasattr(ctypes.pythonapi, "_Py_DumpTraceback"):
+            state = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))()
+            dump = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)(
+                ("_Py_DumpTraceback", ctypes.pythonapi)
+            )
+            self._dump_own = lambda descriptor: dump(descriptor, state)
+
+    def read(self) -> list[_Frame]:
+        """Return the innermost 100 frames, newest first; none if unknown."""
+        try:
+            # No file that stays: a script may close all descriptors, and reuse its number.
+            with _memory_file() as file:
+                if self._dump_own is not None:
+                    self._dump_own(file.fileno())
+                else:
+                    faulthandler.dump_traceback(file)
+                text = os.pread(file.fileno(), file.tell(), 0).decode(errors="replace")
+        except OSError:
+            return []
+        if self._dump_own is None:
+            _, _, text = text.partition(f"Thread 0x{self._thread:016x} ")
+        # Frames follow a header, and the next thread an empty line.
+        lines = text.partition("\n\n")[0].splitlines()[1:]
+        return [_Frame(*match.groups()) for line in lines if (match := _FRAME.match(line))]
 
 
 def _memory_file() -> IO[bytes]:
@@ -106,7 +129,7 @@ def _memory_file() -> IO[bytes]:
 
 
 class ProgressMeter:
-    """Measures the progress of a thread; `measure` is for another thread.
+    """Measures the progress of a thread; `measure` is for another thread, while that one lives.
 
     Args:
         thread: Which one; by default the one that makes the meter.
@@ -114,6 +137,7 @@ class ProgressMeter:
 
     def __init__(self, thread: threading.Thread | None = None) -> None:
         self._thread = (thread and thread.ident) or threading.get_ident()
+        self._stack = _ThreadStack(self._thread)
         self._idle = _IdleMeter()
         self._instruction: tuple[Sequence[_Frame], int] | None = None
         self._since = 0.0
@@ -121,7 +145,7 @@ class ProgressMeter:
 
     def measure(self) -> Progress:
         """Return the present progress of the thread."""
-        stack = _thread_stack(self._thread)
+        stack = self._stack.read()
         if not stack:
             return Progress()
         num_collectives = _num_collectives()

@@ -1,9 +1,12 @@
-"""The web UI beside TensorBoard and MLflow: a chart of the same runs, address to paint.
+"""The web UI beside other trackers: a chart of the same runs, address to paint.
 
 Usage: webui_peers.py [NUM_RUNS] [NUM_POINTS] [NUM_ROUNDS]; it prints a table. Each page is loaded
-by a browser that has seen it before, so that its scripts are there.
+by a browser that has seen it before, so that its scripts are there. Trackio is measured where
+`TRACKIO_PYTHON` names a Python that has it.
 """
 
+import json
+import os
 import socket
 import statistics
 import subprocess
@@ -34,9 +37,10 @@ def _free_port() -> int:
 
 
 @contextmanager
-def _served(command: list[str], url: str) -> Iterator[None]:
+def _served(command: list[str], url: str, **variables: str) -> Iterator[None]:
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        environment = {**os.environ, **variables}
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         try:
             until = time.monotonic() + _TIMEOUT_S
             while True:
@@ -111,6 +115,31 @@ def mlflow(runs: list[list[float]], directory: Path, num_rounds: int) -> list[fl
         return _seconds(browser.new_page(), address, "path.js-line", num_rounds)
 
 
+_TRACKIO_LOG_AND_SHOW = """
+import json, sys, trackio
+from trackio.sqlite_storage import SQLiteStorage
+
+runs = json.load(open(sys.argv[1]))
+for number, values in enumerate(runs):
+    rows = [{"loss": value} for value in values]
+    SQLiteStorage.bulk_log("compared", f"run-{number:03}", rows, list(range(len(rows))))
+trackio.show("compared", open_browser=False, server_port=int(sys.argv[2]))
+"""
+
+
+def trackio(runs: list[list[float]], directory: Path, num_rounds: int) -> list[float]:
+    """Return the seconds of the metrics of a project, until its chart is there."""
+    data = directory / "runs.json"
+    data.write_text(json.dumps(runs))
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}/"
+    python = os.environ["TRACKIO_PYTHON"]
+    command = [python, "-c", _TRACKIO_LOG_AND_SHOW, str(data), str(port)]
+    with _served(command, url, TRACKIO_DIR=str(directory)), _browser() as browser:
+        page = browser.new_page()
+        return _seconds(page, f"{url}?project=compared", ".vega-embed canvas", num_rounds)
+
+
 def paceline(runs: list[list[float]], directory: Path, num_rounds: int) -> list[float]:
     """Return the seconds of a comparison, until all lines are drawn."""
     from webui_data import store_runs
@@ -125,14 +154,15 @@ def paceline(runs: list[list[float]], directory: Path, num_rounds: int) -> list[
 
 
 def main() -> None:
-    """Measure the three, one after the other, and print a table."""
+    """Measure each, one after the other, and print a table."""
     num_runs, num_points, num_rounds = (
         int(given) for given in [*sys.argv[1:], *["100", "1000", "5"][len(sys.argv) - 1 :]]
     )
     runs = [_series(run, num_points) for run in range(num_runs)]
     print(f"{num_runs} runs of {num_points:,} points, address to paint, s")
     print("| | median | min | max |\n|---|---|---|---|")
-    for measure in (paceline, tensorboard, mlflow):
+    has_trackio = "TRACKIO_PYTHON" in os.environ
+    for measure in (paceline, tensorboard, mlflow, *[trackio] * has_trackio):
         with tempfile.TemporaryDirectory() as directory:
             values = measure(runs, Path(directory), num_rounds)
         shown = [statistics.median(values), min(values), max(values)]

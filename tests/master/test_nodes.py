@@ -1280,6 +1280,9 @@ def test_a_trial_that_failed_waits_for_no_node_that_is_away_and_closed_to_it(
     failed = fail_once(master, bad)
     run(master)
     assert [trial_of(master, attempt_id) for attempt_id in bad.take()] == [failed]
+    # Nor is it restarted for the sake of such a node.
+    end(master, bad)
+    assert "the same way as the one before" in master.http.get(f"/trials/{failed}").json()["error"]
 
 
 def test_nodes_do_not_rest_if_all_of_them_fail(

@@ -21,7 +21,7 @@ from paceline._cluster.master.experiments.failures import (
     log_hit,
     num_in_a_row,
 )
-from paceline._cluster.master.experiments.scheduler_input import drained_slots, read_pools
+from paceline._cluster.master.experiments.scheduler_input import read_cluster
 from paceline._cluster.master.experiments.search_operations import (
     describe_missing_metric,
     describe_nan_metric,
@@ -41,7 +41,6 @@ from paceline._cluster.master.experiments.state_decisions import (
 )
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.validations import end_unmeasured
-from paceline._cluster.master.scheduling.pools import in_pools
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, num_slots_of
 from paceline._cluster.master.store.database import Transaction
@@ -267,19 +266,17 @@ def _has_other_node(
     changes: StateChanges, transaction: Transaction, attempt: Row[Any], config: ExperimentConfig
 ) -> bool:
     """Return whether another suitable node is open, or was open a moment ago."""
-    connection, wanted = transaction.connection, config.resources
-    own, pool = attempt.node_id or LOCAL_NODE, wanted.pool or DEFAULT_POOL
-    failing, drained = changes.failing_nodes.all(time.time()), drained_slots(connection)
-    nodes = [node for node in changes.machines.slots() if node.is_open and not node.problem]
-    nodes += changes.machines.returning_slots()
-    return any(
-        node.node_id != own
-        and node.pool == pool
-        and node.node_id not in failing
-        and len(set(node.slots) - node.drained - drained.get(node.node_id, frozenset()))
-        >= wanted.fewest_slots
-        for node in in_pools(nodes, read_pools(connection))
+    connection, machines, now = transaction.connection, changes.machines, time.time()
+    failing = changes.failing_nodes.all(now)
+    cluster = read_cluster(
+        connection, machines.slots(), now, returning=machines.returning_slots(), failing=failing
     )
+    owner = changes.experiment(connection, attempt.experiment_id).owner
+    pool, num_slots = config.resources.pool or DEFAULT_POOL, config.resources.fewest_slots
+    excluded = cluster.excluded.get(attempt.trial_id, frozenset())
+    avoided = {attempt.node_id or LOCAL_NODE, *failing, *excluded}
+    nodes = [node for node in cluster.nodes if node.is_open and not node.problem]
+    return any(node.suits(pool, owner, num_slots, avoided) for node in [*nodes, *cluster.returning])
 
 
 def _is_repeated_end(

@@ -82,10 +82,7 @@ class Cluster:
         ):
             excluded = self.excluded.get(trial.trial_id, frozenset())
             awaits = bool(trial.failed_on) and any(
-                node.pool == trial.pool
-                and node.node_id not in trial.failed_on | excluded
-                and len(set(node.slots) - node.drained) >= trial.num_slots
-                and not node.is_closed_to(trial.user)
+                node.suits(trial.pool, trial.user, trial.num_slots, trial.failed_on | excluded)
                 for node in self.returning
             )
             if awaits or excluded:

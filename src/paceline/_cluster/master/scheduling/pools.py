@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -119,6 +119,15 @@ class NodeSlots:
         if self.is_owners and user != self.owner:
             return True
         return self.reserved_for is not None and user not in self.reserved_for
+
+    def suits(self, pool: str, user: str, num_slots: int, avoided: Set[int]) -> bool:
+        """Return whether the node could take a trial of a user that avoids some nodes."""
+        return (
+            self.pool == pool
+            and self.node_id not in avoided
+            and len(set(self.slots) - self.drained) >= num_slots
+            and not self.is_closed_to(user)
+        )
 
 
 Part = tuple[int, tuple[int, ...]]

@@ -86,11 +86,11 @@ class _ThreadStack:
 
     Frame objects of a running thread are never touched: a worker whose main thread compiled a model
     with torch was ended by a segmentation fault while another thread followed their `f_back`.
-    Nor are other threads: in Python 3.11 and 3.12 `faulthandler` comes upon the half-made states
-    of threads that C++ code begins just then, and these versions give a function for one thread.
+    In Python 3.11 and 3.12 `faulthandler` ends the process if C++ code begins a thread meanwhile.
+    These versions have a function for the stack of one thread, which needs the thread's state.
 
     Args:
-        thread: Ident of the thread. One that is not the caller's is found among all threads.
+        thread: Ident of the thread. If it is not the caller's, `faulthandler` is used.
     """
 
     def __init__(self, thread: int) -> None:

@@ -102,6 +102,49 @@ def measure_webui_large() -> list[Figure]:
     return figures
 
 
+def measure_webui_tabs() -> list[Figure]:
+    """Each of 20 tabs of one browser, all left open, of which all but the newest are hidden."""
+    from webui_data import fill_home
+
+    sys.path.insert(0, str(_HERE.parent / "tests" / "webui"))
+    from test_tabs import Tabs
+
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory) / "home"
+        found = fill_home(home)
+        # The heading of a section, rows, and charts.
+        pages = {
+            "/": "document.body?.innerText?.includes('Recently ended')",
+            "/experiments": "document.querySelectorAll('main a').length > 10",
+            f"/experiments/{found['wide']}": "document.querySelector('main canvas') !== null",
+            f"/trials/{found['long']}": "document.querySelector('main canvas') !== null",
+            "/cluster": "document.querySelector('main h1') !== null",
+        }
+        with _master(home) as client, _browser(hides_tabs=True) as browser:
+            tabs = Tabs(browser, client)
+            tabs.open("/")
+            tabs.wait_ms(5000)
+            seconds = [_shown_s(tabs, path, pages[path]) for path in [*pages] * 4]
+            tabs.close()
+    text = "a page in each of 20 tabs, address to paint"
+    beside = f"the slowest: {max(seconds):.2f} s"
+    return [Figure(what=text, unit="s", values=seconds, bar=1.0, beside=beside)]
+
+
+def _shown_s(tabs: Any, path: str, shown: str) -> float:
+    """Open a page in a new tab; return the seconds until what is `shown` is painted."""
+    script = f"""{{
+        const look = () => requestAnimationFrame(
+            () => {shown} ? setTimeout(() => (window.shownMs = performance.now())) : look()
+        );
+        look();
+    }}"""
+    tab = tabs.open(path, script)
+    while not (shown_ms := tab.evaluate("window.shownMs ?? 0")):
+        tabs.wait_ms(50)
+    return float(shown_ms) / 1000
+
+
 def _one_look(browser: Any, client: Client, wide: int) -> tuple[float, float, float]:
     page = _open(browser, client, None)
     first = _first_view(page)
@@ -247,10 +290,12 @@ def _master(home: Path, *options: object) -> Iterator[Client]:
 
 
 @contextmanager
-def _browser() -> Iterator[Any]:
+def _browser(*, hides_tabs: bool = False) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
-    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    names = ["chromium", "chromium-browser", "google-chrome"]
+    # The shell takes less processor time, and shows no tab as hidden.
+    names[:0] = [] if hides_tabs else ["chromium-headless-shell"]
     path = next(filter(None, map(shutil.which, names)), None)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, chromium_sandbox=os.geteuid() != 0)
@@ -273,4 +318,5 @@ NAMED_CASES: dict[str, Callable[[], list[Figure]]] = {
     "webui": measure_webui,
     "webui-heap": measure_webui_heap,
     "webui-large": measure_webui_large,
+    "webui-tabs": measure_webui_tabs,
 }

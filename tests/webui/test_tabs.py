@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from paceline.client import Client
+
 NUM_TABS = 20
 NUM_WINDOWS = 8
 _PATIENCE_S = 60.0
@@ -24,14 +26,14 @@ window.EventSource = class extends EventSource {
 class Tab:
     """A tab that is hidden like a user's: Playwright lets all of its own pages seem visible."""
 
-    def __init__(self, tabs: "Tabs", address: str, **options: Any) -> None:
+    def __init__(self, tabs: "Tabs", address: str, script: str, **options: Any) -> None:
         self._tabs = tabs
         options |= {"url": "about:blank", "browserContextId": tabs.profile}
         self.target: str = tabs.send("Target.createTarget", **options)["targetId"]
         attached = tabs.send("Target.attachToTarget", targetId=self.target, flatten=False)
         self.session: str = attached["sessionId"]
         self.call("Page.enable")
-        self.call("Page.addScriptToEvaluateOnNewDocument", source=_WATCH)
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=_WATCH + script)
         # Animations take processor time.
         calm = [{"name": "prefers-reduced-motion", "value": "reduce"}]
         self.call("Emulation.setEmulatedMedia", features=calm)
@@ -83,22 +85,25 @@ class Tab:
 class Tabs:
     """Tabs of one browser profile that is signed in, below Playwright: with real visibility."""
 
-    def __init__(self, browser: Any, master: Any) -> None:
+    def __init__(self, browser: Any, client: Client) -> None:
         self._devtools = browser.new_browser_cdp_session()
         self._page = browser.new_page()
-        self._master = master
+        self._client = client
         self._answers: dict[int, dict[str, Any]] = {}
         self._number = 0
         self._devtools.on("Target.receivedMessageFromTarget", self._receive)
         self.profile: str = self.send("Target.createBrowserContext")["browserContextId"]
-        first = self.open(master.client.sign_in_link())
+        first = self.open(client.sign_in_link())
         self.wait_until(lambda: "Experiments" in first.text, "the browser is signed in")
         first.close()
 
-    def open(self, path: str, **options: Any) -> Tab:
-        """Open a page in a new tab; `background` and `newWindow` say where."""
-        address = path if path.startswith("http") else self._master.url + path
-        return Tab(self, address, **options)
+    def open(self, path: str, script: str = "", **options: Any) -> Tab:
+        """Open a page in a new tab; `background` and `newWindow` say where.
+
+        The script runs in the page before the page's own.
+        """
+        address = path if path.startswith("http") else self._client.url + path
+        return Tab(self, address, script, **options)
 
     def send(self, method: str, **params: Any) -> Any:
         """Send a command to the browser."""
@@ -119,7 +124,11 @@ class Tabs:
         while not is_so():
             assert time.monotonic() < deadline, f"It takes too long until {what}."
             # Each look has the browser lay out a page.
-            self._page.wait_for_timeout(200)
+            self.wait_ms(200)
+
+    def wait_ms(self, milliseconds: float) -> None:
+        """Let the browser work for a while."""
+        self._page.wait_for_timeout(milliseconds)
 
     def close(self) -> None:
         """Close all tabs."""
@@ -135,7 +144,7 @@ class Tabs:
 @pytest.fixture
 def tabs(browser_with_tabs: Any, own: Any) -> Iterator[Tabs]:
     """Return the tabs of a browser that is signed in."""
-    opened = Tabs(browser_with_tabs, own)
+    opened = Tabs(browser_with_tabs, own.client)
     yield opened
     opened.close()
 

@@ -104,8 +104,9 @@ def test_every_command_of_a_master_prints_its_json(
     assert Path(run("checkpoint download", uuid, "-o", tmp_path / "a")["path"]).is_dir()
     assert run("trial download", trial, "-o", tmp_path / "b")["uuid"] == uuid
     three = run("trial continue", trial, "--paused")["id"]
-    assert run("trial kill", run("experiment list-trials", three)[0]["id"])["id"] > trial
-    assert run("trial stop", run("experiment list-trials", three)[0]["id"])["id"] > trial
+    continued = run("experiment list-trials", three)[0]["id"]
+    assert [one["id"] for one in run("trial kill", continued)] == [continued]
+    assert [one["id"] for one in run("trial stop", continued, trial)] == [continued, trial]
     mastered("e", "kill", three)
     mastered("e", "wait", three, code=None)
     [left] = run("checkpoint delete", uuid, "--glob", "more.txt", "--yes")

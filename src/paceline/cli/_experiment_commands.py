@@ -388,7 +388,9 @@ def wait(
         lost = found.data.num_records_lost
         more = f"; {lost_records_text(lost)}" if lost else ""
         text = f"Experiment {experiment} is {found.state.value}{more}."
-        notes = [text, None if code == _NOT_ENDED else end_note(found)]
+        why = found.data.end_reason
+        notes = [text, why and f"It ended as {why}."]
+        notes.append(None if code == _NOT_ENDED else end_note(found))
         print_answer(experiment_result(client, found), "\n".join(filter(None, notes)))
     print_agent_hint(_after_wait(experiment, code))
     raise typer.Exit(code)

@@ -262,6 +262,7 @@ def _print_description(
             ("Continues", data.parent_trial_id and f"trial {data.parent_trial_id}"),
             ("Created", format_moment(data.created_at)),
             ("Took", took),
+            ("Ended", data.end_reason),
         ]
     )
 
@@ -307,7 +308,7 @@ def _repeats_text(found: "Repeats | None") -> str | None:
         return None
     told = f"trial {found.trial}: {format_number(found.mean)}"
     if found.deviation is not None:
-        told += f" ± {format_number(found.deviation)}"
+        told += f" (standard deviation {format_number(found.deviation)})"
     told += f" over {found.num_repeats} seeds"
     if found.num_missing:
         told += f", {found.num_missing} missing"

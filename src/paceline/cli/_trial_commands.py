@@ -224,6 +224,8 @@ def _print_attempts(data: "TrialData") -> None:
                 end += f" (signal {attempt.exit.signal})"
             if attempt.exit.kind is not None:
                 end += f", {attempt.exit.kind.value} error"
+            if attempt.preempt_reason is not None:
+                end += f": {attempt.preempt_reason}"
         slots = ",".join(map(str, attempt.slots))
         if [node.name for node in attempt.nodes] not in ([], ["local"]):
             # Slots by node: the node of rank 0 comes first.
@@ -358,22 +360,36 @@ def logs(
         print_damaged_log_lines(found.num_damaged_lines)
 
 
-@trial_app.command()
-def kill(trial: TrialId) -> None:
-    """Kill a trial at once, without a checkpoint."""
-
-    with connect() as client:
-        killed = client.get_trial(trial).kill()
-    print_answer(killed.data, f"Trial {trial} is {killed.data.shown_state.value}.")
+TrialIds = Annotated[
+    list[int],
+    typer.Argument(help="Numbers of the trials.", metavar="ID...", autocompletion=complete_trial),
+]
 
 
 @trial_app.command()
-def stop(trial: TrialId) -> None:
-    """Stop a trial for good: it stores a checkpoint and ends. The search continues without it."""
+def kill(trials: TrialIds) -> None:
+    """Kill trials at once, without a checkpoint."""
+
     with connect() as client:
-        stopped = client.get_trial(trial).stop()
-    ends = " It stores a checkpoint and ends." if stopped.data.is_running else ""
-    print_answer(stopped.data, f"Trial {trial} is {stopped.data.shown_state.value}.{ends}")
+        killed = [client.get_trial(trial).kill() for trial in trials]
+    told = [f"Trial {trial.id} is {trial.data.shown_state.value}." for trial in killed]
+    print_answer([trial.data for trial in killed], "\n".join(told))
+
+
+@trial_app.command()
+def stop(trials: TrialIds) -> None:
+    """Stop trials for good: each stores a checkpoint and ends. The search continues without them.
+
+    They are CANCELED then; STOPPED are those that the search has stopped.
+    """
+    with connect() as client:
+        stopped = [client.get_trial(trial).stop() for trial in trials]
+    told = [
+        f"Trial {trial.id} is {trial.data.shown_state.value}."
+        f"{' It stores a checkpoint and ends.' if trial.data.is_running else ''}"
+        for trial in stopped
+    ]
+    print_answer([trial.data for trial in stopped], "\n".join(told))
 
 
 @trial_app.command("continue")
@@ -404,7 +420,9 @@ def continue_trial(
 ) -> None:
     """Continue a trial, or the best one of an experiment, in a new experiment.
 
-    The new experiment starts from the latest checkpoint of the trial. With DIR it has the code
+    The new experiment starts from the latest checkpoint of the trial, or from another one by
+    `--config searcher.source_checkpoint_uuid=UUID`. It is a `single` search: give it a length by
+    `--config searcher.max_length.epochs=20` if the script goes by one. With DIR it has the code
     there; `paceline e diff` shows the changes.
     """
     is_number = trial is not None and trial.isdecimal()
@@ -445,7 +463,10 @@ def download(
     ] = False,
     output: OutputDirectory = None,
 ) -> None:
-    """Copy the best checkpoint of a trial into a new directory."""
+    """Copy the best checkpoint of a trial into a new directory.
+
+    `paceline trial continue` starts from the latest one, which `--latest` copies.
+    """
 
     with connect() as client:
         checkpoint = _latest_of_trial(client.get_trial(trial)) if latest else None

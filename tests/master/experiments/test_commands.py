@@ -265,6 +265,32 @@ def test_a_continued_trial_may_change_single_hyperparameters(bench: Any) -> None
     assert trial.hparams == old | {"net": old["net"] | {"kind": "cnn"}}
 
 
+@pytest.mark.parametrize(
+    ("is_reported", "is_trained", "state"),
+    [(True, False, "ERROR"), (True, True, "COMPLETED"), (False, False, "COMPLETED")],
+)
+def test_a_continued_trial_must_train_further_where_its_source_has_reported(
+    bench: Any, is_reported: bool, is_trained: bool, state: str
+) -> None:
+    bench.create("single")
+    attempt_id = bench.start(1)
+    if is_reported:
+        bench.validate(attempt_id, 3, loss=0.5)
+    bench.checkpoint(attempt_id, 3)
+    bench.end(attempt_id)
+    created = bench.command("continue_trial", 1, {}, activate=True)
+    attempt_id = bench.start(2)
+    if is_trained:
+        bench.validate(attempt_id, 4, loss=0.4)
+    bench.end(attempt_id)
+    row = bench.experiment(created)
+    assert (row.state, "must train further than trial 1" in (row.error or "")) == (
+        state,
+        state == "ERROR",
+    )
+    bench.check_replay(created)
+
+
 def test_a_trial_without_a_checkpoint_cannot_be_continued(bench: Any) -> None:
     bench.create("single")
     with pytest.raises(RefusedError, match="Trial 1 must have a checkpoint") as e:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline._cluster.master.experiments.experiment_edits import edit_experiment
-from paceline._cluster.master.experiments.search_limits import SearchClock, used_limits
+from paceline._cluster.master.experiments.search_limits import SearchClock, end_reason, used_limits
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.stored_searches import Searches
 from paceline._cluster.messages.states import ErrorKind
@@ -35,6 +35,12 @@ def used(bench: Any, experiment_id: int) -> dict[str, tuple[Any, Any]]:
     with bench.database.read() as connection:
         found = used_limits(connection, bench.experiment(experiment_id))
     return {one["name"]: (one["used"], one["left"]) for one in found}
+
+
+def why(bench: Any, experiment_id: int) -> str | None:
+    with bench.database.read() as connection:
+        row = bench.experiment(experiment_id)
+        return end_reason(row, used_limits(connection, row))
 
 
 def test_slot_hours_end_a_search_however_the_clock_of_the_day_jumps(
@@ -63,9 +69,12 @@ def test_slot_hours_end_a_search_however_the_clock_of_the_day_jumps(
     assert bench.trial_states(experiment_id) == ["STOPPING_COMPLETED"] * 2
     assert "`max_slot_hours`" in bench.trial(1).stop_reason
     bench.leave(first)
+    assert why(bench, experiment_id) is None
     bench.leave(second)
     assert bench.state(experiment_id) == "COMPLETED"
     assert len(bench.trials(experiment_id)) == 2
+    limit = "the search has reached its limit `max_slot_hours` of 0.5, with 2 of 4 trials"
+    assert why(bench, experiment_id) == limit
     bench.check_replay(experiment_id)
 
 
@@ -199,7 +208,8 @@ def test_limits_that_make_no_sense_are_refused_and_change_nothing(
     with pytest.raises(ConfigError, match="searcher.limits"):
         edit(bench, experiment_id, **limits)
     assert "limits" not in json.dumps(bench.inputs(experiment_id))
-    assert used(bench, experiment_id) == {}
+    # What the method plans is all that it has.
+    assert used(bench, experiment_id) == {"max_trials": (2, 2)}
 
 
 def test_so_many_failures_are_an_error_that_says_so(bench: Any) -> None:

@@ -3140,11 +3140,11 @@ export interface components {
          * @description An experiment; `config` is the resolved configuration.
          *
          *     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
-         *     `values` has the columns that a list was asked for, `notes`, `notes_version` and `limits` for a
-         *     single experiment only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says
-         *     whether its search has rungs to show. `is_unmeasured` says that its search has ended because no
-         *     trial reported a finite value of the searched metric. `kind` is that of an interactive task, or
-         *     `training`.
+         *     `values` has the columns that a list was asked for; `notes`, `notes_version`, `limits` and
+         *     `end_reason`, the limit that ended the search, are there for a single experiment only.
+         *     `num_records_lost` is the sum of its trials' counts. `has_rungs` says whether its search has
+         *     rungs to show. `is_unmeasured` says that its search has ended because no trial reported a finite
+         *     value of the searched metric. `kind` is that of an interactive task, or `training`.
          */
         Experiment: {
             /** Id */
@@ -3255,6 +3255,8 @@ export interface components {
              * @default []
              */
             limits?: components["schemas"]["SearchLimit"][];
+            /** End Reason */
+            end_reason?: string | null;
             /**
              * Owner
              * @default admin
@@ -4624,6 +4626,7 @@ export interface components {
          * @description Limit of a search by its name in the config, with what is used and left.
          *
          *     Of a `target`, `used` is the best value, and `left` is None. Times are as of the last minute.
+         *     A reached limit ends the search; `max_trials` only holds further trials back.
          */
         SearchLimit: {
             /** Name */
@@ -4634,6 +4637,11 @@ export interface components {
             used: number | null;
             /** Left */
             left: number | null;
+            /**
+             * Is Reached
+             * @default false
+             */
+            is_reached?: boolean;
         };
         /**
          * SearchObjective

@@ -213,12 +213,14 @@ class SearchLimit(Message):
     """Limit of a search by its name in the config, with what is used and left.
 
     Of a `target`, `used` is the best value, and `left` is None. Times are as of the last minute.
+    A reached limit ends the search; `max_trials` only holds further trials back.
     """
 
     name: str
     limit: float
     used: float | None
     left: float | None
+    is_reached: bool = False
 
 
 class ContinueExperiment(Request):
@@ -235,11 +237,11 @@ class Experiment(Message):
     """An experiment; `config` is the resolved configuration.
 
     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
-    `values` has the columns that a list was asked for, `notes`, `notes_version` and `limits` for a
-    single experiment only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says
-    whether its search has rungs to show. `is_unmeasured` says that its search has ended because no
-    trial reported a finite value of the searched metric. `kind` is that of an interactive task, or
-    `training`.
+    `values` has the columns that a list was asked for; `notes`, `notes_version`, `limits` and
+    `end_reason`, the limit that ended the search, are there for a single experiment only.
+    `num_records_lost` is the sum of its trials' counts. `has_rungs` says whether its search has
+    rungs to show. `is_unmeasured` says that its search has ended because no trial reported a finite
+    value of the searched metric. `kind` is that of an interactive task, or `training`.
     """
 
     id: int
@@ -275,6 +277,7 @@ class Experiment(Message):
     notes: str = ""
     notes_version: str = ""
     limits: list[SearchLimit] = []
+    end_reason: str | None = None
     owner: str = "admin"
     project: str = "Default"
     values: dict[str, Any] = {}

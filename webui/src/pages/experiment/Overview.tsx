@@ -104,6 +104,7 @@ function Summary({ experiment, trials, total }: PartsProps) {
           ...(experiment.limits ?? []).map(
             (limit) => [LIMITS[limit.name] ?? limit.name, usedOf(limit)] as const,
           ),
+          ...(experiment.end_reason ? [["Ended", experiment.end_reason] as const] : []),
           ["Created", <Ago key="s" time={experiment.created_at} />],
           ["Duration", <Lasted key="d" from={experiment.created_at} to={experiment.ended_at} />],
         ]}

@@ -32,7 +32,7 @@ from paceline._cluster.master.experiments.experiment_edits import (
     set_archived,
     version_of_notes,
 )
-from paceline._cluster.master.experiments.search_limits import used_limits
+from paceline._cluster.master.experiments.search_limits import end_reason, used_limits
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.experiments.stored_searches import (
     MAX_RUNG_ENTRIES,
@@ -288,8 +288,13 @@ def _read(records: StoredRecords, experiment_id: int) -> Experiment:
     with records.database.read() as connection:
         row = experiment_row(connection, experiment_id)
         view = experiment_view(connection, row)
-        limits = [SearchLimit(**limit) for limit in used_limits(connection, row)]
-    told = {"notes": row.notes, "notes_version": version_of_notes(row.notes), "limits": limits}
+        limits = used_limits(connection, row)
+    told = {
+        "notes": row.notes,
+        "notes_version": version_of_notes(row.notes),
+        "limits": [SearchLimit(**limit) for limit in limits],
+        "end_reason": end_reason(row, limits),
+    }
     return view.model_copy(update=told)
 
 

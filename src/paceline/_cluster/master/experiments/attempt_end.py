@@ -25,6 +25,7 @@ from paceline._cluster.master.experiments.scheduler_input import read_cluster
 from paceline._cluster.master.experiments.search_operations import (
     describe_missing_metric,
     describe_nan_metric,
+    describe_untrained,
     is_single,
     others_have_reported,
 )
@@ -328,6 +329,11 @@ def _follow_end(
         return
     problem = None
     if decision.state is TrialState.COMPLETED and TrialState(trial.state) is TrialState.ACTIVE:
+        if untrained := describe_untrained(transaction, trial, experiment):
+            changes.end_trial(
+                transaction, trial, TrialState.ERROR, error=untrained, kind=ErrorKind.USER
+            )
+            return
         problem = describe_missing_metric(transaction, trial, experiment)
     warning = problem
     if warning is None and decision.state is TrialState.COMPLETED:

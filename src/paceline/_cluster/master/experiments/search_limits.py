@@ -206,8 +206,12 @@ def used_limits(connection: Connection, row: Row[Any]) -> list[dict[str, Any]]:
     What a search has taken since it was told last goes by the clock of the day, for as long as it
     is not told again at most. Nothing is left of a target.
     """
-    limits = config_of(row).searcher.limits
-    if limits is None:
+    searcher = config_of(row).searcher
+    given = {} if searcher.limits is None else searcher.limits.model_dump(exclude_none=True)
+    # The plan of a method is a limit too, unless a later one is set.
+    if isinstance(planned := getattr(searcher, "max_trials", None), int):
+        given.setdefault("max_trials", planned)
+    if not given:
         return []
     trials = tables.trials.c
     is_failed = trials.state == TrialState.ERROR.value
@@ -221,17 +225,30 @@ def used_limits(connection: Connection, row: Row[Any]) -> list[dict[str, Any]]:
         wall_s += min(since[0], most_s)
         slot_s += min(since[1], most_s * max(slots, 1))
     budget = Budget(
+        limits=Limited(**given),
         wall_s=wall_s,
         slot_s=slot_s,
         num_trials=connection.scalar(select(func.count()).where(of_search, is_counted)) or 0,
         num_failed=connection.scalar(select(func.count()).where(of_search, is_failed)) or 0,
         best=row.best_metric,
     )
-    found = []
+    found, reached = [], budget.reached(searcher.smaller_is_better)
     for name, used in budget.used().items():
-        limit = getattr(limits, name)
-        if limit is not None:
+        if (limit := given.get(name)) is not None:
             is_value = name == "target"
             left = None if is_value or used is None else max(limit - used, 0)
-            found.append({"name": name, "limit": limit, "used": used, "left": left})
+            each = {"name": name, "limit": limit, "used": used, "left": left}
+            found.append({**each, "is_reached": name == reached})
     return found
+
+
+def end_reason(row: Row[Any], limits: list[dict[str, Any]]) -> str | None:
+    """Return which of the used limits has ended the search of an experiment; None without one."""
+    by_name = {each["name"]: each for each in limits}
+    reached = next((each["name"] for each in limits if each["is_reached"]), None)
+    if row.search_end is None or reached is None:
+        return None
+    told = f"the search has reached its limit `{reached}` of {by_name[reached]['limit']:g}"
+    if trials := by_name.get("max_trials"):
+        told += f", with {trials['used']:.0f} of {trials['limit']:.0f} trials"
+    return told

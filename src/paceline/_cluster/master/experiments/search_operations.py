@@ -222,6 +222,26 @@ def describe_missing_metric(
     )
 
 
+def describe_untrained(
+    transaction: Transaction, trial: Row[Any], experiment: Row[Any]
+) -> str | None:
+    """Return the error of a continued trial that ended without any training; None otherwise."""
+    if experiment.parent_trial_id is None or trial.source_checkpoint is None:
+        return None
+    connection = transaction.connection
+    if trial.steps_completed or read_summary(connection, trial.id):
+        return None
+    # A script that reports nothing at all is no less trained now.
+    if not read_summary(connection, experiment.parent_trial_id):
+        return None
+    return (
+        f"A continued trial must train further than trial {experiment.parent_trial_id}, but it has"
+        " reported nothing. Hint: continue it with a larger `searcher.max_length`, and let the"
+        " script go by it, or raise the script's own end: `paceline trial continue ID DIRECTORY`"
+        " takes changed code."
+    )
+
+
 def is_single(experiment: Row[Any]) -> bool:
     """Return whether the searcher is `single`: a lone trial needs no metric for a choice."""
     return isinstance(config_of(experiment).searcher, SingleSearcher)

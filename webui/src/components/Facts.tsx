@@ -23,7 +23,7 @@ export function Facts({ items, isShort = false }: FactsProps) {
       </dl>
       {isShort && items.length > 2 && (
         <Button
-          size="compact-xs"
+          size="compact-sm"
           variant="default"
           mt={6}
           className="phone-only"

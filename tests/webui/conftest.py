@@ -259,6 +259,20 @@ def find_problems() -> Callable[..., list[str]]:
 
 
 @pytest.fixture
+def unfold() -> Callable[..., None]:
+    """Return a function that shows what only phones fold behind a button, `Chart options` first."""
+
+    def press(page: Any, name: str = "Chart options") -> None:
+        button = page.get_by_role("button", name=name, exact=True, include_hidden=True)
+        # Wide pages have it too, but do not show it.
+        button.wait_for(state="attached")
+        if button.is_visible():
+            button.click()
+
+    return press
+
+
+@pytest.fixture
 def go_on() -> Callable[[Any, str], None]:
     """Return a function that goes on to another address within the app.
 

@@ -117,13 +117,16 @@ def test_notes_keep_markup_as_it_was_typed(master: Any, marked: Any, open_page: 
     expect(page.get_by_role("textbox", name="Notes")).to_have_value(MARKUP)
 
 
-def test_values_that_are_no_numbers_leave_gaps(master: Any, marked: Any, open_page: Any) -> None:
+def test_values_that_are_no_numbers_leave_gaps(
+    master: Any, marked: Any, open_page: Any, unfold: Any
+) -> None:
     (trial,) = marked.trials()
     page = open_page(master, f"/trials/{trial.id}?table=true")
     table = page.get_by_role("table", name="loss", exact=True)
     cells = table.locator("tbody td:last-child")
     expect(cells).to_have_text(["1", "–", "–", "0.5", "-0.25"])
     expect(page.get_by_role("definition").filter(has_text="-0.25 at batch 50")).to_be_visible()
+    unfold(page)
     page.get_by_role("switch", name="As tables").click()
     expect(page.get_by_role("img", name=re.compile("^loss: 1 line"))).to_be_visible()
 

@@ -99,13 +99,16 @@ def test_a_million_points_keep_their_extremes_and_refine_on_zoom(own: Any, open_
         expect(row.get_by_role("cell").last).to_have_text(str(step % 1000))
 
 
-def test_smoothing_is_by_steps_whatever_is_drawn(own: Any, open_page: Any, go_on: Any) -> None:
+def test_smoothing_is_by_steps_whatever_is_drawn(
+    own: Any, open_page: Any, go_on: Any, unfold: Any
+) -> None:
     page = open_page(own, f"/trials/{own.long_trial}")
     chart = page.get_by_role("img", name=re.compile("^often: 1 line"))
     expect(chart).to_be_visible()
     await_faint_share(chart, lambda share: share < 0.2)
     # Each press draws all charts.
     go_on(page, f"/trials/{own.long_trial}?smooth=0.57")
+    unfold(page)
     expect(page.get_by_text("Smoothing 0.57")).to_be_visible()
     page.get_by_role("slider").focus()
     for _ in range(3):
@@ -160,7 +163,8 @@ def test_dragging_over_a_chart_zooms_and_back_takes_it_back(own: Any, open_page:
     for name in ("often", "seldom", "wave"):
         chart = page.get_by_role("img", name=re.compile(f"^{name}: 1 line"))
         expect(chart).to_be_visible()
-    chart.scroll_into_view_if_needed()
+        # Below it are more.
+        chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 100)
@@ -174,7 +178,9 @@ def test_dragging_over_a_chart_zooms_and_back_takes_it_back(own: Any, open_page:
     expect(chart).to_be_visible()
 
 
-def test_a_restarted_master_shows_nothing_twice(own: Any, open_page: Any, code: Path) -> None:
+def test_a_restarted_master_shows_nothing_twice(
+    own: Any, open_page: Any, code: Path, unfold: Any
+) -> None:
     experiment = own.create(code)
     page = open_page(own, f"/experiments/{experiment.id}/logs")
     log = page.get_by_role("log")
@@ -197,6 +203,7 @@ def test_a_restarted_master_shows_nothing_twice(own: Any, open_page: Any, code: 
     assert [line.text for line in printed] == [f"batch {n} is done" for n in range(1, last + 1)]
     expect(shown).to_have_text(f"{len(list(trial.iter_logs()))} lines")
     page.get_by_role("link", name="Overview").click()
+    unfold(page)
     page.get_by_role("switch", name="As tables").click()
     steps = page.get_by_role("table", name="Learning curves").locator("tbody td:nth-child(2)")
     expect(steps).to_have_text([str(n) for n in range(1, last + 1)])

@@ -273,6 +273,20 @@ def unfold() -> Callable[..., None]:
 
 
 @pytest.fixture
+def scroll_to() -> Callable[[Any], None]:
+    """Return a function that scrolls down to a thing; what is far from sight is not drawn."""
+
+    def scroll(wanted: Any) -> None:
+        for _ in range(100):
+            if wanted.count() > 0:
+                return
+            wanted.page.mouse.wheel(0, 300)
+            wanted.page.wait_for_timeout(100)
+
+    return scroll
+
+
+@pytest.fixture
 def go_on() -> Callable[[Any, str], None]:
     """Return a function that goes on to another address within the app.
 

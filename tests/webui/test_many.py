@@ -1,5 +1,6 @@
 """Pages of what has very many parts: they draw what is in sight, and say what they leave out."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,10 @@ def test_a_workspace_draws_groups_and_keeps_its_view_in_the_address(
     page.get_by_role("checkbox", name="Show lr 0.1, seed 0").check()
 
     chart = page.get_by_role("img", name="test_loss: 6 lines")
-    chart.hover()
+    chart.scroll_into_view_if_needed()
     # All six lines are told at this place, in the other panels, too.
+    expect(page.get_by_role("img", name=re.compile(": 6 lines")).nth(1)).to_be_attached()
+    chart.hover()
     expect(page.get_by_role("region", name="Comparison").locator("strong").nth(11)).to_be_visible()
     page.mouse.move(5, 5)
 

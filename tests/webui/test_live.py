@@ -178,6 +178,29 @@ def test_dragging_over_a_chart_zooms_and_back_takes_it_back(own: Any, open_page:
     expect(chart).to_be_visible()
 
 
+def test_a_finger_zooms_sideways_and_scrolls_up_and_down(own: Any, open_page: Any) -> None:
+    page = open_page(own, f"/trials/{own.long_trial}", has_touch=True)
+    chart = page.get_by_role("img", name=re.compile("^often: 1 line"))
+    expect(chart).to_be_visible()
+    devtools = page.context.new_cdp_session(page)
+
+    def swipe(across: float, down: float) -> None:
+        box = chart.bounding_box()
+        x, y = box["x"] + box["width"] * 0.5, box["y"] + 120
+        for n in range(11):
+            at = [{"x": x + n / 10 * across, "y": y + n / 10 * down}]
+            kind = "touchMove" if n else "touchStart"
+            devtools.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": at})
+        devtools.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+
+    swipe(0, -100)
+    page.wait_for_function("scrollY > 50")
+    expect(page.get_by_role("button", name="Show all")).to_have_count(0)
+    swipe(90, 5)
+    expect(page).to_have_url(re.compile(r"from=\d+.*to=\d+"))
+    expect(page.get_by_role("button", name="Show all")).to_be_visible()
+
+
 def test_a_restarted_master_shows_nothing_twice(
     own: Any, open_page: Any, code: Path, unfold: Any
 ) -> None:

@@ -333,7 +333,10 @@ const MOUSE = { pointerdown: "mousedown", pointermove: "mousemove", pointerup: "
 /** Let a finger that moves sideways zoom as a mouse does; up or down it scrolls the page. */
 function followFingers(plot: uPlot): void {
   const tell = (type: string, { clientX, clientY }: PointerEvent) =>
-    plot.over.dispatchEvent(new MouseEvent(type, { clientX, clientY, bubbles: true }));
+    // uPlot overlooks a move of no length, which is what a finger's are told to be.
+    plot.over.dispatchEvent(
+      new MouseEvent(type, { clientX, clientY, movementX: 1, bubbles: true }),
+    );
   for (const [type, asMouse] of Object.entries(MOUSE))
     plot.over.addEventListener(type as keyof typeof MOUSE, (event) => {
       if (event.pointerType === "touch") tell(asMouse, event);

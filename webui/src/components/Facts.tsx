@@ -23,9 +23,10 @@ export function Facts({ items, isShort = false }: FactsProps) {
       </dl>
       {isShort && items.length > 2 && (
         <Button
-          size="compact-sm"
+          size="compact-xs"
+          h={24}
           variant="default"
-          mt={6}
+          mt={4}
           className="phone-only"
           aria-expanded={isOpen}
           onClick={() => setOpen(!isOpen)}

@@ -276,9 +276,14 @@ def unfold() -> Callable[..., None]:
 def scroll_to() -> Callable[[Any], None]:
     """Return a function that scrolls down to a thing; what is far from sight is not drawn."""
 
+    is_in_sight = """all => all.some((one) => {
+        const { top, bottom } = one.getBoundingClientRect();
+        return top < innerHeight - 100 && bottom > 50;
+    })"""
+
     def scroll(wanted: Any) -> None:
         for _ in range(100):
-            if wanted.count() > 0:
+            if wanted.evaluate_all(is_in_sight):
                 return
             wanted.page.mouse.wheel(0, 300)
             wanted.page.wait_for_timeout(100)

@@ -259,6 +259,39 @@ def find_problems() -> Callable[..., list[str]]:
 
 
 @pytest.fixture
+def unfold() -> Callable[..., None]:
+    """Return a function that shows what only phones fold behind a button, `Chart options` first."""
+
+    def press(page: Any, name: str = "Chart options") -> None:
+        button = page.get_by_role("button", name=name, exact=True, include_hidden=True)
+        # Wide pages have it too, but do not show it.
+        button.wait_for(state="attached")
+        if button.is_visible():
+            button.click()
+
+    return press
+
+
+@pytest.fixture
+def scroll_to() -> Callable[[Any], None]:
+    """Return a function that scrolls down to a thing; what is far from sight is not drawn."""
+
+    is_in_sight = """all => all.some((one) => {
+        const { top, bottom } = one.getBoundingClientRect();
+        return top < innerHeight - 100 && bottom > 50;
+    })"""
+
+    def scroll(wanted: Any) -> None:
+        for _ in range(100):
+            if wanted.evaluate_all(is_in_sight):
+                return
+            wanted.page.mouse.wheel(0, 300)
+            wanted.page.wait_for_timeout(100)
+
+    return scroll
+
+
+@pytest.fixture
 def go_on() -> Callable[[Any, str], None]:
     """Return a function that goes on to another address within the app.
 

@@ -187,6 +187,7 @@ def test_everything_can_be_reached_by_keyboard(master: Any, searched: Any, open_
     expect(page.get_by_role("heading", name="searched", level=1)).to_be_visible()
     page.get_by_role("button", name="More actions").focus()
     page.keyboard.press("Enter")
-    page.get_by_role("menuitem", name="Fork").wait_for()
+    # A menu that is still opening takes no keys.
+    expect(page.get_by_role("menuitem").first).to_be_focused()
     page.keyboard.press("Escape")
     expect(page.get_by_role("button", name="More actions")).to_be_focused()

@@ -176,7 +176,7 @@ def test_runs_are_chosen_by_state_label_hyperparameter_and_metric(
 
 @pytest.mark.usefixtures("clean_views")
 def test_a_view_is_saved_opened_by_default_and_not_overwritten_unasked(
-    master: Any, sweep: Any, open_page: Any
+    master: Any, sweep: Any, open_page: Any, unfold: Any
 ) -> None:
     mine = open_page(master, f"/compare?experiments=[{sweep.id}]&x=time")
     mine.get_by_role("button", name="Views").click()
@@ -190,11 +190,13 @@ def test_a_view_is_saved_opened_by_default_and_not_overwritten_unasked(
     theirs = open_page(master, "/compare")
     expect(theirs.get_by_role("button", name="over time", exact=True)).to_be_visible()
     expect(theirs.get_by_text("6 of 6 runs shown")).to_be_visible()
+    unfold(theirs)
     expect(theirs.get_by_role("combobox", name="X axis")).to_have_value("Time")
     theirs.get_by_role("switch", name="Log scale").click()
     theirs.get_by_role("button", name="Save", exact=True).click()
     expect(theirs.get_by_role("button", name="over time", exact=True)).to_be_visible()
 
+    unfold(mine)
     mine.get_by_role("switch", name="Clip outliers").click()
     expect(mine.get_by_role("button", name="over time (changed)")).to_be_visible()
     mine.get_by_role("button", name="Save", exact=True).click()
@@ -214,6 +216,7 @@ def test_a_view_is_saved_opened_by_default_and_not_overwritten_unasked(
     assert "clip=true" in views["clipped"].search
     # A link to a view is short.
     mine.goto(f"/compare?saved={views['over time'].id}")
+    unfold(mine)
     expect(mine.get_by_role("switch", name="Log scale")).to_be_checked()
     mine.get_by_role("button", name="over time", exact=True).click()
     mine.get_by_role("menuitem", name="Delete this view").click()
@@ -264,7 +267,7 @@ with paceline.core.init() as context:
 
 
 def test_bars_and_box_plots_show_one_number_of_each_run(
-    master: Any, open_page: Any, find_problems: Any, tmp_path: Path
+    master: Any, open_page: Any, find_problems: Any, tmp_path: Path, unfold: Any
 ) -> None:
     """Last, least and greatest values are exact however long the series; a box holds a group."""
     (tmp_path / "train.py").write_text(SPIKES)
@@ -287,6 +290,7 @@ def test_bars_and_box_plots_show_one_number_of_each_run(
     assert find_problems(page) == []
     dialog.get_by_role("button", name="Done").click()
     expect(page.get_by_role("img", name="least height: bars of 6 rows")).to_be_visible()
+    unfold(page)
     page.get_by_role("switch", name="As tables").click()
     cells = page.get_by_role("region", name="least height").locator("tbody td")
     expect(cells.filter(has_text=re.compile("^-0.25$")).first).to_be_visible()
@@ -301,6 +305,7 @@ def test_bars_and_box_plots_show_one_number_of_each_run(
     expect(row.locator("td")).to_have_text(
         ["lr 0.5", "3", "1.8333", "0.5", "1", "1.5", "2.5", "3.5"]
     )
+    unfold(page)
     page.get_by_role("switch", name="As tables").click()
     chart = page.get_by_role("img", name="last height: box plots of 2 rows")
     expect(chart.locator("canvas")).to_be_visible()

@@ -122,7 +122,9 @@ def runs(
     "name",
     [pytest.param(name, marks=[] if name == "pytorch" else pytest.mark.slow) for name in SCRIPTS],
 )
-def test_every_page_of_its_runs_can_be_looked_at(runs: Any, open_page: Any, name: str) -> None:
+def test_every_page_of_its_runs_can_be_looked_at(
+    runs: Any, open_page: Any, name: str, unfold: Any, scroll_to: Any
+) -> None:
     page = open_page(runs, "/experiments")
     page.get_by_role("link", name=name, exact=True).click()
     expect(page.locator("header").get_by_text("Completed")).to_be_visible()
@@ -131,13 +133,16 @@ def test_every_page_of_its_runs_can_be_looked_at(runs: Any, open_page: Any, name
     page.get_by_role("link", name=re.compile("^Trials")).click()
     page.get_by_role("table").get_by_role("link").first.click()
     chart = page.get_by_role("img", name=re.compile("^loss: "))
+    scroll_to(chart)
     expect(chart).to_be_visible()
     choices = page.get_by_role("combobox", name="X axis")
+    unfold(page)
     choices.click()
     options = page.get_by_role("option")
     expect(options.first).to_have_text("Batches")
     for option in options.all_inner_texts()[1:]:
         page.get_by_role("option", name=option, exact=True).click()
+        scroll_to(chart)
         expect(chart).to_be_visible()
         choices.click()
     page.keyboard.press("Escape")

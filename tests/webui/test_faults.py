@@ -117,15 +117,21 @@ def test_notes_keep_markup_as_it_was_typed(master: Any, marked: Any, open_page: 
     expect(page.get_by_role("textbox", name="Notes")).to_have_value(MARKUP)
 
 
-def test_values_that_are_no_numbers_leave_gaps(master: Any, marked: Any, open_page: Any) -> None:
+def test_values_that_are_no_numbers_leave_gaps(
+    master: Any, marked: Any, open_page: Any, unfold: Any, scroll_to: Any
+) -> None:
     (trial,) = marked.trials()
     page = open_page(master, f"/trials/{trial.id}?table=true")
     table = page.get_by_role("table", name="loss", exact=True)
+    scroll_to(table)
     cells = table.locator("tbody td:last-child")
     expect(cells).to_have_text(["1", "–", "–", "0.5", "-0.25"])
     expect(page.get_by_role("definition").filter(has_text="-0.25 at batch 50")).to_be_visible()
+    unfold(page)
     page.get_by_role("switch", name="As tables").click()
-    expect(page.get_by_role("img", name=re.compile("^loss: 1 line"))).to_be_visible()
+    chart = page.get_by_role("img", name=re.compile("^loss: 1 line"))
+    scroll_to(chart)
+    expect(chart).to_be_visible()
 
 
 def test_addresses_of_what_is_not_there_say_so(master: Any, open_page: Any, code: Path) -> None:

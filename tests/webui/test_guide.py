@@ -16,7 +16,7 @@ def trial_of(master: Any, experiment: int) -> Any:
 
 
 def test_an_experiment_is_created_watched_paused_and_continued(
-    master: Any, open_page: Any, code: Path, write_config: Any
+    master: Any, open_page: Any, code: Path, write_config: Any, unfold: Any
 ) -> None:
     page = open_page(master)
     page.get_by_role("link", name="New experiment").click()
@@ -43,8 +43,10 @@ environment: {{working_dir: {code}}}
         page.get_by_role("img", name=re.compile("Learning curves: test_loss: 1 line"))
     ).to_be_visible()
     experiment = int(page.url.rsplit("/", 1)[1])
+    unfold(page, "More")
     page.get_by_role("link", name=re.compile("^Trial [0-9]+")).first.click()
     expect(page.get_by_role("img", name=re.compile("^loss: 2 lines"))).to_be_visible()
+    unfold(page)
     page.get_by_role("combobox", name="X axis").click()
     page.get_by_role("option", name="epoch").click()
     expect(page).to_have_url(re.compile("x=epoch"))
@@ -56,7 +58,7 @@ environment: {{working_dir: {code}}}
     expect(lines.get_by_text(f"batch {batch} is done", exact=True)).to_be_visible()
 
     # The cluster page tells who has the slot.
-    page.get_by_role("link", name="Cluster").first.click()
+    page.get_by_role("navigation", name="Pages").get_by_role("link", name="Cluster").click()
     expect(page.get_by_role("listitem").filter(has_text="from the browser")).to_be_visible()
 
     # Pausing keeps what was trained, activating goes on from there.
@@ -65,6 +67,7 @@ environment: {{working_dir: {code}}}
     expect(page.get_by_role("button", name="Activate")).to_be_visible()
     heading = page.get_by_role("banner").or_(page.locator("header"))
     expect(heading.get_by_text("Paused")).to_be_visible()
+    unfold(page, "More")
     expect(page.get_by_text("1 trial, 0 running")).to_be_visible()
     paused_at = trial_of(master, experiment).data.steps_completed
     page.get_by_role("button", name="Activate").click()

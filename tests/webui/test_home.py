@@ -34,7 +34,7 @@ def test_a_progress_that_nothing_tells_is_a_bar_nowhere(
         card = page.get_by_role("article").filter(has_text="endless")
         expect(card).to_contain_text("1 of 1 trial running")
         expect(card.get_by_role("progressbar")).to_have_count(0)
-        page.get_by_role("link", name="Experiments").first.click()
+        page.get_by_role("navigation", name="Pages").get_by_role("link", name="Experiments").click()
         row = page.get_by_role("row").filter(has_text="endless")
         expect(row).to_contain_text("Running")
         expect(row.get_by_role("progressbar")).to_have_count(0)

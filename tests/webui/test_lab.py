@@ -194,7 +194,7 @@ def test_a_checkpoint_gets_a_name_an_alias_and_notes_and_is_downloaded(
     dialog.get_by_role("textbox", name="Name of the model").fill("net's best")
     dialog.get_by_role("button", name="Register").click()
     expect(page.get_by_text("It is version 1 of net's best.")).to_be_visible()
-    page.get_by_role("link", name="Models").first.click()
+    page.get_by_role("navigation", name="Pages").get_by_role("link", name="Models").click()
     page.get_by_role("link", name="net's best").click()
     trial = lab.experiment.trials()[0].id
     expect(page.get_by_role("link", name=f"trial {trial}")).to_be_visible()

@@ -99,13 +99,16 @@ def test_a_million_points_keep_their_extremes_and_refine_on_zoom(own: Any, open_
         expect(row.get_by_role("cell").last).to_have_text(str(step % 1000))
 
 
-def test_smoothing_is_by_steps_whatever_is_drawn(own: Any, open_page: Any, go_on: Any) -> None:
+def test_smoothing_is_by_steps_whatever_is_drawn(
+    own: Any, open_page: Any, go_on: Any, unfold: Any
+) -> None:
     page = open_page(own, f"/trials/{own.long_trial}")
     chart = page.get_by_role("img", name=re.compile("^often: 1 line"))
     expect(chart).to_be_visible()
     await_faint_share(chart, lambda share: share < 0.2)
     # Each press draws all charts.
     go_on(page, f"/trials/{own.long_trial}?smooth=0.57")
+    unfold(page)
     expect(page.get_by_text("Smoothing 0.57")).to_be_visible()
     page.get_by_role("slider").focus()
     for _ in range(3):
@@ -160,7 +163,8 @@ def test_dragging_over_a_chart_zooms_and_back_takes_it_back(own: Any, open_page:
     for name in ("often", "seldom", "wave"):
         chart = page.get_by_role("img", name=re.compile(f"^{name}: 1 line"))
         expect(chart).to_be_visible()
-    chart.scroll_into_view_if_needed()
+        # Below it are more.
+        chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 100)
@@ -174,7 +178,32 @@ def test_dragging_over_a_chart_zooms_and_back_takes_it_back(own: Any, open_page:
     expect(chart).to_be_visible()
 
 
-def test_a_restarted_master_shows_nothing_twice(own: Any, open_page: Any, code: Path) -> None:
+def test_a_finger_zooms_sideways_and_scrolls_up_and_down(own: Any, open_page: Any) -> None:
+    page = open_page(own, f"/trials/{own.long_trial}", has_touch=True)
+    chart = page.get_by_role("img", name=re.compile("^often: 1 line"))
+    expect(chart).to_be_visible()
+    devtools = page.context.new_cdp_session(page)
+
+    def swipe(across: float, down: float) -> None:
+        box = chart.bounding_box()
+        x, y = box["x"] + box["width"] * 0.5, box["y"] + 120
+        for n in range(11):
+            at = [{"x": x + n / 10 * across, "y": y + n / 10 * down}]
+            kind = "touchMove" if n else "touchStart"
+            devtools.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": at})
+        devtools.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+
+    swipe(0, -100)
+    page.wait_for_function("scrollY > 50")
+    expect(page.get_by_role("button", name="Show all")).to_have_count(0)
+    swipe(90, 5)
+    expect(page).to_have_url(re.compile(r"from=\d+.*to=\d+"))
+    expect(page.get_by_role("button", name="Show all")).to_be_visible()
+
+
+def test_a_restarted_master_shows_nothing_twice(
+    own: Any, open_page: Any, code: Path, unfold: Any
+) -> None:
     experiment = own.create(code)
     page = open_page(own, f"/experiments/{experiment.id}/logs")
     log = page.get_by_role("log")
@@ -197,6 +226,7 @@ def test_a_restarted_master_shows_nothing_twice(own: Any, open_page: Any, code: 
     assert [line.text for line in printed] == [f"batch {n} is done" for n in range(1, last + 1)]
     expect(shown).to_have_text(f"{len(list(trial.iter_logs()))} lines")
     page.get_by_role("link", name="Overview").click()
+    unfold(page)
     page.get_by_role("switch", name="As tables").click()
     steps = page.get_by_role("table", name="Learning curves").locator("tbody td:nth-child(2)")
     expect(steps).to_have_text([str(n) for n in range(1, last + 1)])

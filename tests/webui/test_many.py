@@ -1,5 +1,6 @@
 """Pages of what has very many parts: they draw what is in sight, and say what they leave out."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_compare_says_what_is_not_drawn_and_finds_runs_by_their_experiments(
 
 
 def test_a_workspace_draws_groups_and_keeps_its_view_in_the_address(
-    master: Any, open_page: Any, tmp_path: Path
+    master: Any, open_page: Any, tmp_path: Path, scroll_to: Any
 ) -> None:
     (tmp_path / "train.py").write_text(SEEDS)
     hparams = {
@@ -114,8 +115,10 @@ def test_a_workspace_draws_groups_and_keeps_its_view_in_the_address(
     page.get_by_role("checkbox", name="Show lr 0.1, seed 0").check()
 
     chart = page.get_by_role("img", name="test_loss: 6 lines")
-    chart.hover()
+    chart.scroll_into_view_if_needed()
     # All six lines are told at this place, in the other panels, too.
+    expect(page.get_by_role("img", name=re.compile(": 6 lines")).nth(1)).to_be_attached()
+    chart.hover()
     expect(page.get_by_role("region", name="Comparison").locator("strong").nth(11)).to_be_visible()
     page.mouse.move(5, 5)
 
@@ -125,7 +128,9 @@ def test_a_workspace_draws_groups_and_keeps_its_view_in_the_address(
     page.get_by_role("button", name="Hide layer13/norm").click()
     expect(page.get_by_role("button", name="Show 1 hidden panel")).to_be_visible()
     page.get_by_role("textbox", name="Filter the metrics").fill("layer12/|loss")
-    page.get_by_role("button", name="Pin layer12/norm").click()
+    pin = page.get_by_role("button", name="Pin layer12/norm")
+    scroll_to(pin)
+    pin.click()
     expect(page.get_by_role("button", name="Pinned 1 panel")).to_be_visible()
     options = page.get_by_role("button", name="Options of lr 0.2, seed 1")
     for _ in range(2):
@@ -147,12 +152,17 @@ def test_a_workspace_draws_groups_and_keeps_its_view_in_the_address(
     page.get_by_role("option", name="Everything but the seed").click()
     page.keyboard.press("Escape")
     expect(page.get_by_text("2 of 2 groups shown")).to_be_visible()
-    expect(page.get_by_role("img", name="test_loss: 2 lines")).to_be_visible()
+    chart = page.get_by_role("img", name="test_loss: 2 lines")
+    scroll_to(chart)
+    expect(chart).to_be_visible()
+    # High enough that a phone, too, has both in sight.
+    page.set_viewport_size({"width": page.viewport_size["width"], "height": 1800})
     with page.expect_request("**/api/v1/metric-groups") as sent:
         page.reload()
     # All panels in sight share a request.
     assert len(sent.value.post_data_json["metrics"]) == 2
-    expect(page.get_by_role("img", name="test_loss: 2 lines")).to_be_visible()
+    scroll_to(chart)
+    expect(chart).to_be_visible()
     expect(runs.get_by_role("listitem").filter(has_text="lr 0.2")).to_contain_text("3 runs")
     expect(page.get_by_role("button", name="Show 1 hidden panel")).to_be_visible()
     expect(page.get_by_role("button", name="Pinned 1 panel")).to_be_visible()

@@ -99,6 +99,8 @@ def test_stars_are_kept_on_the_master_and_filter_the_list(
     star.click()
     expect(star).to_have_attribute("aria-pressed", "true")
     page.get_by_role("link", name="starred 2").click()
+    # The list has such a star as well, and stays until the page is there.
+    expect(page.get_by_role("heading", name="starred 2", level=1)).to_be_visible()
     star = page.get_by_role("button", name="Star starred 2")
     star.press("Enter")
     expect(star).to_have_attribute("aria-pressed", "true")

@@ -173,6 +173,7 @@ def test_sliders_choose_steps_and_new_media_appear(
         context.train.report_text(40, "b/new", "a new name")
         RunSync(master.client, context.run_dir).send()
         expect(said.get_by_text("said at 40")).to_be_visible()
+        panel(page, "b/new").scroll_into_view_if_needed()
         expect(panel(page, "b/new").get_by_text("a new name")).to_be_visible()
 
 

@@ -28,7 +28,7 @@ with paceline.core.init() as context:
 
 
 def test_rungs_and_hyperparameters_fill_while_the_search_runs(
-    master: Any, open_page: Any, code: Path
+    master: Any, open_page: Any, code: Path, unfold: Any
 ) -> None:
     (code / "train.py").write_text(SEARCHED)
     searcher = {
@@ -42,6 +42,7 @@ def test_rungs_and_hyperparameters_fill_while_the_search_runs(
     }
     experiment = master.create(code, name="live", searcher=searcher, hyperparameters=hparams)
     page = open_page(master, f"/experiments/{experiment.id}")
+    unfold(page, "More")
     expect(page.get_by_text("2 running")).to_be_visible()
     page.get_by_role("link", name="Rungs").click()
     bracket = page.get_by_role("region", name="Bracket 1")

@@ -89,6 +89,8 @@ def test_a_phone_shows_state_and_curve_without_scrolling(
     expect(page.get_by_text("Duration", exact=True).first).to_be_visible()
     expect(page.get_by_role("switch", name="Log scale")).to_be_hidden()
     page.get_by_role("button", name="Chart options").click()
+    left = page.get_by_role("combobox", name="X axis").bounding_box()["x"]
+    assert left < 40, f"options must have the whole width, but begin at {left=}"
     page.get_by_role("switch", name="Log scale").click()
     expect(page).to_have_url(re.compile("log=true"))
 

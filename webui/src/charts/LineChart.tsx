@@ -320,11 +320,32 @@ function optionsFor(
         (plot: uPlot) => {
           plot.over.addEventListener("dblclick", () => latest.current.onZoom?.(null));
           plot.over.addEventListener("mouseleave", () => onHover(null));
+          followFingers(plot);
         },
       ],
     },
   };
   return options as unknown as uPlot.Options;
+}
+
+const MOUSE = { pointerdown: "mousedown", pointermove: "mousemove", pointerup: "mouseup" } as const;
+
+/** Let a finger that moves sideways zoom as a mouse does; up or down it scrolls the page. */
+function followFingers(plot: uPlot): void {
+  const tell = (type: string, { clientX, clientY }: PointerEvent) =>
+    // uPlot overlooks a move of no length, which is what a finger's are told to be.
+    plot.over.dispatchEvent(
+      new MouseEvent(type, { clientX, clientY, movementX: 1, bubbles: true }),
+    );
+  for (const [type, asMouse] of Object.entries(MOUSE))
+    plot.over.addEventListener(type as keyof typeof MOUSE, (event) => {
+      if (event.pointerType === "touch") tell(asMouse, event);
+    });
+  plot.over.addEventListener("pointercancel", (event) => {
+    plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    tell("mouseup", event);
+    tell("mouseleave", event);
+  });
 }
 
 /** Draw lines; where a curve has a single point between gaps, a line would not show it. */

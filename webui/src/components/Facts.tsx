@@ -24,8 +24,9 @@ export function Facts({ items, isShort = false }: FactsProps) {
       {isShort && items.length > 2 && (
         <Button
           size="compact-xs"
+          h={24}
           variant="default"
-          mt={6}
+          mt={4}
           className="phone-only"
           aria-expanded={isOpen}
           onClick={() => setOpen(!isOpen)}

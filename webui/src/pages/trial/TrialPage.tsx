@@ -140,6 +140,8 @@ function factsOf(trial: Trial, experiment: Experiment | undefined) {
     0,
   );
   return [
+    // A phone shows the first two.
+    ...(trial.error_kind ? [["Kind of error", ERROR_KINDS[trial.error_kind]] as const] : []),
     ...(metric === null ? [] : metrics),
     ["Batches", batchesOf(trial)],
     ...(progress === null ? [] : [["Progress", formatPercent(progress)] as const]),
@@ -147,7 +149,6 @@ function factsOf(trial: Trial, experiment: Experiment | undefined) {
     ["Restarts", restartsOf(trial)],
     ...(numWorkerRestarts > 0 ? [["Worker restarts", String(numWorkerRestarts)] as const] : []),
     ...(trial.retries ? [["Retries after transient errors", String(trial.retries)] as const] : []),
-    ...(trial.error_kind ? [["Kind of error", ERROR_KINDS[trial.error_kind]] as const] : []),
     ["Seed", String(trial.seed)],
     ...(trial.stop_reason ? [["Why it ended", trial.stop_reason] as const] : []),
   ] as const;

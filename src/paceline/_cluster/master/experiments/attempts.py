@@ -362,7 +362,8 @@ def _kept_memory(connection: Connection, attempt: Row[Any]) -> str:
     query = select(attempts.exit).where(
         attempts.trial_id == attempt.trial_id, attempts.number == attempt.number - 1
     )
-    return (connection.scalar(query) or {}).get("memory", "")
+    end: dict[str, Any] = connection.scalar(query) or {}
+    return str(end.get("memory", ""))
 
 
 def _variables(environment: Environment) -> dict[str, str]:

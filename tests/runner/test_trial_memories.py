@@ -14,10 +14,12 @@ from paceline._base.files import own_run_memory, remove_leftover_directories, ru
 from paceline._base.journal_files import JournalWriter
 from paceline._base.journal_records import AttemptStarted, check_seal, seal
 from paceline._base.run_directory import JournalKey, RunDirectory, RunInfo
-from paceline._cluster.messages.runner_messages import AttemptSpec
+from paceline._cluster.messages.runner_messages import AttemptSpec, MasterAddress
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
-from paceline._cluster.runner.attempt_preparation_and_end import make_attempt_end
+from paceline._cluster.runner.attempt_preparation_and_end import _judged_end, make_attempt_end
+from paceline._cluster.runner.master_link_and_output import MasterLink
+from paceline._cluster.runner.record_shipping import Shipper
 from paceline._cluster.runner.trial_memories import TrialMemories, hold_memory, keep_memory
 
 
@@ -249,3 +251,14 @@ def test_one_process_at_a_time_uses_the_memory(
     monkeypatch.setenv("PACELINE_MEMORY_DIR", str(tmp_path))
     with run_memory(is_wanted=False) as none:
         assert not none
+
+
+def test_the_key_is_not_sent_if_reports_cannot_be_stored(node: Node) -> None:
+    node.begin(1)
+    directory = AttemptDirectory(node.root / "1")
+    write_journal(directory)
+    end = keep_memory(directory, make_attempt_end(ExitReason.EXITED, code=137))
+    shipper = Shipper(directory, 1, MasterLink(lambda: MasterAddress(url="http://127.0.0.1:9")))
+    assert _judged_end(end, shipper, None, None).memory == end.memory != ""
+    assert _judged_end(end, shipper, "The journal is damaged.", None).memory == ""
+    shipper.close()

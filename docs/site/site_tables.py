@@ -60,6 +60,11 @@ _MORE_VARIABLES = {
         "set for workers",
         "the `OMP_NUM_THREADS` that Paceline chose, not the user",
     ),
+    "PACELINE_TRIAL_MEMORY": (
+        "set for trials",
+        "directory of the trial's states in shared memory; see"
+        " [states in memory](checkpoints.md#states-in-memory-under-a-master)",
+    ),
     "PACELINE_WORKER_CHANNEL": ("set for workers", "how a worker reaches its driver"),
     "PACELINE_WORKER_GROUP": (
         "set for workers",

@@ -409,7 +409,20 @@ def temporary_directory(root: Path | None = None) -> Iterator[Path]:
     Raises:
         OSError: It cannot be made.
     """
-    root = Path(tempfile.gettempdir()) if root is None else root
+    path, lock = make_locked_directory(Path(tempfile.gettempdir()) if root is None else root)
+    try:
+        yield path
+    finally:
+        remove_tree(path)
+        os.close(lock)
+
+
+def make_locked_directory(root: Path) -> tuple[Path, int]:
+    """Make a directory like `temporary_directory`; return it and the descriptor with its lock.
+
+    Raises:
+        OSError: It cannot be made.
+    """
     remove_leftover_directories(root)
     new = Path(tempfile.mkdtemp(prefix=_NEW_PREFIX, dir=root))
     path = new.with_name(new.name.replace(_NEW_PREFIX, _PREFIX, 1))
@@ -419,11 +432,11 @@ def temporary_directory(root: Path | None = None) -> Iterator[Path]:
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.rename(new, path)
-        yield path
-    finally:
-        for each in (new, path):
-            shutil.rmtree(each, ignore_errors=True)
+    except BaseException:
         os.close(lock)
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    return path, lock
 
 
 def remove_leftover_directories(root: Path) -> None:
@@ -435,9 +448,18 @@ def remove_leftover_directories(root: Path) -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(lock).st_uid == os.geteuid():
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove_tree(path)
             finally:
                 os.close(lock)
+
+
+def remove_tree(path: str | Path) -> None:
+    """Remove a directory as far as possible; links are removed and never followed.
+
+    A tree too deep for Python's stack stays, and harms nobody who cleans up.
+    """
+    with suppress(RecursionError):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 TOKEN_PREFIX = "paceline_"  # noqa: S105 - what tokens begin with, no secret
@@ -496,6 +518,11 @@ def _is_damaged(data: bytes) -> bool:
 
 MEMORY_DIRECTORY_VARIABLE = "PACELINE_MEMORY_DIR"
 _RUN_MEMORY_VARIABLE = "PACELINE_RUN_MEMORY"
+TRIAL_MEMORY_VARIABLE = "PACELINE_TRIAL_MEMORY"
+MEMORY_VARIABLES = (_RUN_MEMORY_VARIABLE, TRIAL_MEMORY_VARIABLE)
+# The file whose lock says that a process uses the memory of its trial. It is made anew in each
+# attempt.
+CLAIM_NAME = "claim"
 
 
 def memory_root() -> Path:
@@ -507,6 +534,8 @@ def memory_root() -> Path:
 def run_memory(*, is_wanted: bool) -> Iterator[dict[str, str]]:
     """Own a directory in memory for the states of workers that may start again.
 
+    It is the one of the trial, if a runner has made one and no other process uses it.
+
     Args:
         is_wanted: Whether they may start again.
 
@@ -514,31 +543,80 @@ def run_memory(*, is_wanted: bool) -> Iterator[dict[str, str]]:
         The variable that names it to the workers; none without such a directory.
     """
     with ExitStack() as stack:
-        variables = {}
+        path = None
         # Workers that need it say so.
         with suppress(OSError):
-            if is_wanted:
+            path = _claim_trial_memory(stack)
+        with suppress(OSError):
+            if path is None and is_wanted:
                 path = stack.enter_context(temporary_directory(memory_root()))
-                variables = {_RUN_MEMORY_VARIABLE: str(path)}
-        yield variables
+        yield {} if path is None else {_RUN_MEMORY_VARIABLE: str(path)}
 
 
-def own_run_memory() -> Path | None:
+# The claim of this process for a run of its own, until it ends.
+_own_claim: tuple[Path, ExitStack] | None = None
+
+
+def own_run_memory(*, is_alone: bool = False) -> Path | None:
     """Return the directory in memory that this process's parent owns; None without one.
+
+    Args:
+        is_alone: Whether this process is the only worker: it may use the memory of its trial.
 
     Raises:
         NotRegularFileError: It is not a private directory of this user.
         OSError: It cannot be opened.
     """
+    global _own_claim
     path = os.environ.get(_RUN_MEMORY_VARIABLE)
-    if not path:
-        return None
+    if path:
+        os.close(open_private_directory(path))
+        return Path(path)
+    if is_alone and _own_claim is None:
+        with ExitStack() as stack:
+            if (claimed := _claim_trial_memory(stack)) is not None:
+                _own_claim = claimed, stack.pop_all()
+    return _own_claim[0] if is_alone and _own_claim is not None else None
+
+
+def open_private_directory(path: str) -> int:
+    """Return a descriptor of a directory that this user alone may enter.
+
+    Raises:
+        NotRegularFileError: It is no such directory.
+        OSError: It cannot be opened.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        facts = os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
+    facts = os.fstat(descriptor)
     if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        os.close(descriptor)
         text = f"Memory must be a directory of user {os.geteuid()} alone"
         raise NotRegularFileError(errno.EPERM, text, path)
+    return descriptor
+
+
+def _claim_trial_memory(stack: ExitStack) -> Path | None:
+    """Return the memory of this process's trial, claimed until the stack ends; None if it cannot.
+
+    Raises:
+        OSError: It is not there any more, or another process uses it.
+    """
+    path = os.environ.get(TRIAL_MEMORY_VARIABLE)
+    # A job that names another place for its memory needs its room.
+    if not path or Path(path).parent != memory_root():
+        return None
+    directory = open_private_directory(path)
+    stack.callback(os.close, directory)
+    # Also without its runner, nobody takes it for a leftover.
+    fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    claim = os.open(CLAIM_NAME, flags, 0o600, dir_fd=directory)
+    stack.callback(os.close, claim)
+    fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if not os.fstat(claim).st_size:
+        if (Path(os.environ.get("PACELINE_RUN_DIR", "")) / "journal").exists():
+            # A process of this attempt has trained without the states, from an earlier step.
+            for each in Path(path).iterdir():
+                remove_tree(each)
+        os.write(claim, b"1")
     return Path(path)

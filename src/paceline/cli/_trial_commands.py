@@ -230,7 +230,8 @@ def _print_attempts(data: "TrialData") -> None:
         if [node.name for node in attempt.nodes] not in ([], ["local"]):
             # Slots by node: the node of rank 0 comes first.
             slots = " ".join(f"{n.name}:{','.join(map(str, n.slots))}" for n in attempt.nodes)
-        start = f"batch {attempt.resumed_steps}" if attempt.resumed_from else "the beginning"
+        has_resumed = attempt.resumed_from or attempt.resumed_steps
+        start = f"batch {attempt.resumed_steps}" if has_resumed else "the beginning"
         rows.append((attempt.number, attempt.state.value, slots, start, took, end))
     console().print()
     print_table(["Attempt", "State", "Slots", "From", "Took", "End"], rows, right=["Attempt"])

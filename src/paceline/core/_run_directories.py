@@ -412,7 +412,7 @@ def _open_prepared_run(
         start_reports()
     if number > 1:
         last_step = max(read_history(run).last_steps.values(), default=0)
-        return replace(opened, latest_checkpoint=None, steps_completed=last_step)
+        return replace(opened, latest_checkpoint=None, steps_completed=last_step, memory_state=None)
     return opened
 
 
@@ -433,6 +433,8 @@ def open_attempt_run(path: Path, seed: int | None) -> OpenedRun:
         seed = drawn_seed()
     taken = [key.generation for key in run.journal_keys() if key.attempt == info.attempt]
     if not taken:
+        # A runner leaves there what the attempt before had, if the master has all of its reports.
+        state, steps = newest_in_memory(info.run_id, info.steps_completed)
         return OpenedRun(
             path=path,
             info=info,
@@ -440,7 +442,8 @@ def open_attempt_run(path: Path, seed: int | None) -> OpenedRun:
             attempt=info.attempt,
             generation=generation,
             latest_checkpoint=info.latest_checkpoint,
-            steps_completed=info.steps_completed,
+            steps_completed=steps,
+            memory_state=state,
         )
     # The entrypoint has run another process before this one, or its group has formed again.
     history = read_history(run)

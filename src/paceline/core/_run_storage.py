@@ -16,6 +16,7 @@ from paceline._base.files import own_run_memory, write_atomically
 from paceline._base.run_directory import RunDirectory, RunInfo
 from paceline.core._arguments import DistributedPeerError
 from paceline.core._distributed_context import DistributedContext
+from paceline.core._launcher_place import launched_place
 from paceline.core._read_runs import moved_storage, read_checkpoints
 from paceline.storage._checkpoint_files import (
     CheckpointError,
@@ -376,7 +377,10 @@ def new_run_uuid(run: RunDirectory) -> str:
 def memory_storage(run_id: str) -> DirectoryStorage | None:
     """Return the storage of a run's states in memory; None if no parent owns such memory."""
     try:
-        path = own_run_memory()
+        path = own_run_memory(is_alone=launched_place() is None)
+    except BlockingIOError:
+        # Another process of the attempt uses it.
+        return None
     except OSError as error:
         logger.warning("No state is kept in memory: %s.", error)
         return None

@@ -155,6 +155,8 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     `storage_mark` tells a node whether it shares the checkpoint directory with the master. With
     `sends_checkpoints` it does not: checkpoints are stored in the run directory, and the runner
     sends them to the master. Of several nodes, all do so if one must.
+
+    `memory` is the key of the states in memory that the trial's attempt before has left.
     """
 
     attempt_id: int
@@ -182,6 +184,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_shards: int | None = None
     storage_mark: StorageMark | None = None
     sends_checkpoints: bool = False
+    memory: str = ""
     has_prefix: bool = False
     uses_uv: bool = False
     interactive: str = ""
@@ -224,6 +227,7 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     and so is `sent_at`, which shows the master how wrong that clock is; None if it is not sent.
     `store` is the storage that the code failed by, because it did not answer.
     `is_leaving` says that the system asked the runner to end, as Slurm asks all processes of a job.
+    `memory` is a key for the next attempt to the states in memory that stay on the node.
     """
 
     reason: ExitReason
@@ -236,6 +240,7 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     sent_at: Time | None = None
     is_leaving: bool = False
     store: str | None = None
+    memory: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
     def by_clock_of(self, now: float) -> "AttemptEnd":
         """Return the end with its time converted to the receiver's clock, now at `now`."""

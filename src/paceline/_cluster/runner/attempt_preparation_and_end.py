@@ -45,6 +45,7 @@ from paceline._cluster.runner.master_link_and_output import (
     UnreachableError,
 )
 from paceline._cluster.runner.record_shipping import Shipper
+from paceline._cluster.runner.trial_memories import keep_memory
 from paceline._training.workers.processes.signals_and_leftovers import end_marked, kill_leftover
 from paceline.core._run_storage import discard_unfinished
 
@@ -478,7 +479,7 @@ def ship_leftover_reports(directory: AttemptDirectory) -> None:
     discard_unfinished(directory.run)
     end = read_end(directory)
     if end is None:
-        end = _end_without_word(directory.run)
+        end = keep_memory(directory, _end_without_word(directory.run))
         write_attempt_end(directory, end)
     try:
         spec = directory.read_spec()
@@ -598,6 +599,9 @@ def _judged_end(
     reports as a whole cannot be stored, the attempt has failed.
     """
     details = [end.detail, shipper.set_aside, shipper.unsent, output_error]
+    if rest_error is not None or shipper.set_aside:
+        # A resume from memory would leave a gap in the reports.
+        end = msgspec.structs.replace(end, memory="")
     if rest_error is not None:
         details.append(f"What the attempt reported cannot be stored: {rest_error}")
         # Another attempt has another journal, so it is worth a restart.

@@ -32,6 +32,7 @@ from paceline._cluster.runner.master_link_and_output import (
     UnreachableError,
     encode,
 )
+from paceline._cluster.runner.trial_memories import TrialMemories
 
 if TYPE_CHECKING:
     from paceline._training.workers.processes.template_client import Template
@@ -203,6 +204,7 @@ class AttemptProcesses:
         self._children: dict[int, StartedRunner] = {}
         self._unwanted_at: dict[int, float] = {}
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._memories = TrialMemories(root)
 
     def prepare(
         self, spec: AttemptSpec, info: RunInfo, secrets: dict[str, str] | None = None
@@ -225,6 +227,9 @@ class AttemptProcesses:
 
     def start(self, attempt_id: int) -> None:
         """Start the runner of a prepared attempt; a started attempt is never run again."""
+        # The runner names what is damaged.
+        with suppress(OSError, ValueError):
+            self._memories.give(self.directory(attempt_id).read_spec())
         self._start_runner(attempt_id, is_shipping=False)
 
     def ship(self, attempt_id: int) -> None:
@@ -292,10 +297,12 @@ class AttemptProcesses:
                 self._end_leftovers(directory)
             if not _is_kept(directory):
                 shutil.rmtree(path, ignore_errors=True)
+        self._memories.sweep(lambda attempt_id: attempt_id in keep or self.is_alive(attempt_id))
 
     def close(self) -> None:
         """End the template; the runners continue."""
         self._host.close()
+        self._memories.close(self.is_alive)
 
     def directory(self, attempt_id: int) -> AttemptDirectory:
         """Return the directory object of an attempt; the directory may not exist."""

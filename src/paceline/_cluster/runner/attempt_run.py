@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from paceline import faults
+from paceline._base.files import MEMORY_VARIABLES, TRIAL_MEMORY_VARIABLE
 from paceline._base.process_and_network import PortReservation, interface_of
 from paceline._base.run_directory import MEETING_PORT_VARIABLE, RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline._cluster.messages.runner_messages import AttemptControl, AttemptEnd, AttemptSpec
@@ -45,6 +46,7 @@ from paceline._cluster.runner.interactive_task import InteractiveTask
 from paceline._cluster.runner.master_follower import MasterFollower, UseMeter
 from paceline._cluster.runner.master_link_and_output import MasterLink, OutputSpool
 from paceline._cluster.runner.record_shipping import Shipper
+from paceline._cluster.runner.trial_memories import hold_memory, keep_memory
 from paceline._training.workers.processes.local_worker_group import LocalGroup
 from paceline._training.workers.processes.template_client import FRESH_START_VARIABLE, Template
 from paceline._training.workers.processes.worker_output import OutputLine
@@ -212,6 +214,7 @@ class AttemptRun:
         self._follower.stop()
         self._group.close()
         discard_unfinished(self._directory.run)
+        end = keep_memory(self._directory, end)
         # Written before anything is sent: if this runner is killed, the next one reports the same
         # end.
         write_attempt_end(self._directory, end)
@@ -432,7 +435,7 @@ class AttemptRun:
                 f"`environment.python` must be an interpreter, but {spec.python!r} is none."
             )
         environment = dict(os.environ)
-        for name in (*_PRIVATE_VARIABLES, faults.FAULT_VARIABLE):
+        for name in (*_PRIVATE_VARIABLES, *MEMORY_VARIABLES, faults.FAULT_VARIABLE):
             environment.pop(name, None)
         # The runner may be a task of Slurm itself; its processes are not.
         forget_launcher(environment)
@@ -461,6 +464,8 @@ class AttemptRun:
             # The mark lets a launcher divide the number among its workers; the user's stays.
             environment.pop(THREADS_MARK, None)
         environment[RUN_DIRECTORY_VARIABLE] = str(self._directory.run.path)
+        if (memory := hold_memory(self._directory, spec)) is not None:
+            environment[TRIAL_MEMORY_VARIABLE] = memory
         return environment
 
 

@@ -318,6 +318,7 @@ def _spec_of(connection: Connection, sources: LaunchSources, placed: _PlacedAtte
         num_members=len(parts),
         num_shards=most if (most := config.resources.most_slots) > fewest else None,
         storage_mark=None if attempt.node_id is None else sources.marks.mark(placed.storage),
+        memory=_kept_memory(connection, attempt),
         has_prefix=bool(environment.prefix),
         uses_uv=environment.uv,
         interactive="" if config.interactive is None else config.interactive.kind,
@@ -354,6 +355,15 @@ def _run_info_of(cluster_id: str, placed: _PlacedAttempt) -> RunInfo:
         judged_metrics=placed.config.searcher.judged_metrics,
         metadata=trial.metadata,
     )
+
+
+def _kept_memory(connection: Connection, attempt: Row[Any]) -> str:
+    attempts = tables.attempts.c
+    query = select(attempts.exit).where(
+        attempts.trial_id == attempt.trial_id, attempts.number == attempt.number - 1
+    )
+    end: dict[str, Any] = connection.scalar(query) or {}
+    return str(end.get("memory", ""))
 
 
 def _variables(environment: Environment) -> dict[str, str]:

@@ -199,8 +199,11 @@ class RecordIngest:
             # Mark and rows share a transaction, so a batch sent twice is stored once.
             key = {"attempt_id": attempt_id, "generation": batch.generation, "rank": batch.rank}
             connection.execute(_MARK, key | {"sequence": fresh[-1][0]})
+            is_first = batch.rank == CHIEF and all(rank != CHIEF for _, rank in marks)
             marks[batch.generation, batch.rank] = fresh[-1][0]
             whose = f"rank {batch.rank} (generation {batch.generation})"
+            if is_first and isinstance(start := fresh[0][1], AttemptStarted):
+                attempt = self._take_start(transaction, attempt, start)
             take_lost_records(self._changes, transaction, attempt, whose, mark, fresh)
             records = with_validations(
                 connection, attempt, batch.rank, [record for _, record in fresh]
@@ -226,18 +229,45 @@ class RecordIngest:
             num_nodes=len(read_members(attempt)) or 1,
             node=attempt.node_name,
         )
+        self._recompute_beyond(transaction, attempt)
+
+    def _recompute_beyond(
+        self, transaction: Transaction, attempt: Row[Any], since: int | None = None
+    ) -> None:
+        """Work out anew what depends on reports beyond the step from which an attempt resumed.
+
+        `since` is the step from which it seemed to resume before, if that was another one.
+        """
+        least = attempt.resumed_steps if since is None else since
         if attempt.number > 1 and has_points_beyond(
-            transaction.connection, attempt.trial_id, attempt.resumed_steps
+            transaction.connection, attempt.trial_id, least
         ):
             trial = self._changes.brief_trial(transaction.connection, attempt.trial_id)
-            trim_summaries(transaction.connection, trial.id)
+            trim_summaries(transaction.connection, trial.id, since)
             recompute_best(self._changes, transaction, trial)
             measure_checkpoints(
                 transaction.connection,
                 trial.id,
                 _searched_metric(transaction.connection, trial.experiment_id),
-                least=attempt.resumed_steps + 1,
+                least=least + 1,
             )
+
+    def _take_start(
+        self, transaction: Transaction, attempt: Row[Any], record: AttemptStarted
+    ) -> Row[Any]:
+        """Return the attempt, with the step of the state in memory that it began with, if any.
+
+        Its runner keeps a state only if this master has all reports of the attempt before.
+        """
+        since, steps = attempt.resumed_steps, record.steps_completed
+        if attempt.number == 1 or steps <= since:
+            return attempt
+        update_attempt(transaction.connection, attempt.id, resumed_steps=steps)
+        attempt = read_attempt(transaction.connection, attempt.id)
+        self._recompute_beyond(transaction, attempt, since)
+        text = f"The attempt goes on from a state in memory at step {steps}."
+        self._changes.note(transaction, attempt.trial_id, attempt.number, "INFO", text)
+        return attempt
 
     def _take_records(
         self, transaction: Transaction, attempt: Row[Any], rank: int, records: list[AnyRecord]

@@ -290,10 +290,15 @@ def read_summary(
     return merged
 
 
-def trim_summaries(connection: Connection, trial_id: int) -> None:
+def trim_summaries(connection: Connection, trial_id: int, since: int | None = None) -> None:
     """Exclude superseded points from the stored extremes and last values of a trial's series.
 
     Lists sort and filter by them; `read_summary` needs the rest as well, and reads the points.
+
+    Args:
+        connection: The connection of a write job.
+        trial_id: The trial.
+        since: A step beyond which points were excluded before and may count again.
     """
     limits = visible_series_limits(connection, trial_id)
     series = tables.series.c
@@ -305,7 +310,8 @@ def trim_summaries(connection: Connection, trial_id: int) -> None:
     cut = [
         row
         for row in rows
-        if (limit := limits.get(row.attempt)) is not None and row.last_step > limit
+        if ((limit := limits.get(row.attempt)) is not None and row.last_step > limit)
+        or (since is not None and row.last_step > since)
     ]
     trimmed = {row.id: Summary() for row in rows if row not in cut}
     for group in {row.group for row in cut}:

@@ -1,0 +1,307 @@
+"""States in memory outlive the processes of an attempt: the next one on the node goes on there."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+LENGTH, EVERY, AT = 30, 12, 22
+SCRIPT = """
+import os, time
+from pathlib import Path
+import torch
+from paceline import core, pytorch
+from paceline.pytorch import _memory_checkpoints
+from paceline.pytorch._loop_agreement_and_reports import RankAgreement
+
+NOTES = Path(os.environ["NOTES"])
+RankAgreement.look_interval_s = _memory_checkpoints._LEAST_INTERVAL_S = 1e-6
+
+class Trial(pytorch.PyTorchTrial):
+    def __init__(self, context):
+        self.context = context
+        self.rank = context.distributed.rank
+        self.model = context.wrap_model(
+            torch.nn.Sequential(torch.nn.Dropout(0.2), torch.nn.Linear(4, 1)).double()
+        )
+        adam = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        self.optimizer = context.wrap_optimizer(adam)
+
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        with (NOTES / f"steps-{self.rank}").open("a") as file:
+            file.write(f"{batch_idx}\\n")
+        memory = self.trainer._training.checkpoints.memory
+        while memory is not None and (memory._saver.is_storing or memory._parts.num_pending):
+            time.sleep(0.001)
+        (NOTES / f"at-{batch_idx}").touch()
+        time.sleep(float(os.environ["PAUSE"]))
+        while batch_idx == AT and "STAYS" in os.environ and not (NOTES / "go").exists():
+            time.sleep(0.02)
+        if "FAILS" in os.environ and batch_idx == AT:
+            raise ValueError("boom")
+        loss = self.model(batch).square().mean()
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+
+    def evaluate_batch(self, batch):
+        return {"loss": self.model(batch).mean()}
+
+    def build_training_data_loader(self):
+        x = torch.arange(360, dtype=torch.float64).reshape(90, 4) / 360
+        size = self.context.get_per_slot_batch_size()
+        return pytorch.DataLoader(x, batch_size=size, shuffle=True)
+
+    def build_validation_data_loader(self):
+        return pytorch.DataLoader(torch.ones(3, 4, dtype=torch.float64), batch_size=1)
+
+with pytorch.init() as context:
+    trial = Trial(context)
+    trial.trainer = pytorch.Trainer(trial, context)
+    trial.trainer.fit(
+        checkpoint_period=pytorch.Batch(EVERY), reporting_period=pytorch.Batch(1),
+        memory_checkpoints=0.99,
+    )
+    weights = [value.tolist() for value in trial.model.parameters()]
+    (NOTES / f"done-{trial.rank}").write_text(repr(weights))
+""".replace("EVERY)", f"{EVERY})").replace("== AT", f"== {AT}")
+ENTRYPOINTS = {1: "python3 train.py", 3: "python3 -m paceline.launch.torch_distributed train.py"}
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """Return the directory where memory is made."""
+    path = tmp_path / "memory"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def num_slots() -> int:
+    """Return how many slots the master has of its own."""
+    return 3
+
+
+@pytest.fixture
+def master(make_master: Any, memory: Path, num_slots: int) -> Any:
+    """Return a running master."""
+    return make_master(num_slots).start(PACELINE_MEMORY_DIR=str(memory))
+
+
+@pytest.fixture
+def create(
+    master: Any, write_context: Callable[..., Path], tmp_path: Path
+) -> Callable[..., tuple[Any, Path]]:
+    """Return a function that starts an experiment and returns it with its notes."""
+    code = write_context(SCRIPT)
+
+    def create(num_ranks: int, max_restarts: int = 3, **variables: str) -> tuple[Any, Path]:
+        notes = tmp_path / f"notes-{len([*tmp_path.glob('notes-*')])}"
+        notes.mkdir()
+        config = {
+            "name": "memory",
+            "entrypoint": ENTRYPOINTS[num_ranks],
+            "max_restarts": max_restarts,
+            "hyperparameters": {"global_batch_size": 3},
+            "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": LENGTH}},
+            "resources": {"slots_per_trial": num_ranks},
+            "reproducibility": {"experiment_seed": 5},
+            "environment": {"variables": {"NOTES": str(notes), "PAUSE": "0"} | variables},
+        }
+        return master.client().create_experiment(config, code), notes
+
+    return create
+
+
+def processes_of(master: Any, *, has_runner: bool) -> list[psutil.Process]:
+    """Return the processes of attempts; their runners, too, if wanted."""
+    found = []
+    for process in master.processes():
+        with suppress(psutil.Error):
+            is_runner = process.name().startswith("runner-") and "template" not in process.name()
+            if "PACELINE_RUN_DIR" in process.environ() or (is_runner and has_runner):
+                found.append(process)
+    return found
+
+
+def strike(master: Any, *, has_runner: bool = False) -> None:
+    """Kill all processes of attempts at once."""
+    for process in processes_of(master, has_runner=has_runner):
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def steps_of(notes: Path) -> list[int]:
+    return [int(text) for text in (notes / "steps-0").read_text().split()]
+
+
+@pytest.mark.parametrize(("num_ranks", "has_runner"), [(1, False), (1, True), (3, False)])
+@pytest.mark.timeout(300)
+def test_the_next_attempt_goes_on_from_memory_in_the_same_bits(
+    master: Any,
+    create: Callable[..., tuple[Any, Path]],
+    memory: Path,
+    wait_until: Callable[..., None],
+    num_ranks: int,
+    has_runner: bool,
+) -> None:
+    straight, straight_notes = create(num_ranks)
+    assert straight.wait().value == "COMPLETED", master.log()
+    killed, notes = create(num_ranks, STAYS="1")
+    wait_until((notes / f"at-{AT}").exists)
+    # What a job leaves there leads nowhere.
+    [made] = memory.iterdir()
+    outside = memory.parent / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    (made / "link").symlink_to(outside)
+    os.mkfifo(made / "fifo")
+    strike(master, has_runner=has_runner)
+    (notes / "go").touch()
+    assert killed.wait().value == "COMPLETED", master.log()
+    steps = steps_of(notes)
+    [again] = [step for before, step in zip(steps, steps[1:], strict=False) if step <= before]
+    assert EVERY < AT - 3 <= again <= AT, master.log()
+    (trial,) = killed.trials()
+    first, second = trial.reload().data.attempts
+    assert (first.resumed_steps, second.resumed_steps) == (0, again)
+    rows = [row.steps_completed for row in trial.iter_metrics("training")]
+    assert rows == [*range(1, LENGTH + 1)]
+    (other,) = straight.trials()
+    assert [row.metrics for row in trial.iter_metrics("training")] == [
+        row.metrics for row in other.iter_metrics("training")
+    ]
+    # The start of the attempt left out what was beyond the checkpoint, until it told its step.
+    losses = [one.reload().data.summary["training"]["loss"] for one in (trial, other)]
+    found, wanted = ({**vars(loss)} for loss in losses)
+    # The mean is summed up by attempts.
+    assert found.pop("mean") == pytest.approx(wanted.pop("mean"))
+    assert found == wanted
+    assert trial.data.best_metric == other.data.best_metric
+    for rank in range(num_ranks):
+        done = f"done-{rank}"
+        assert (notes / done).read_text() == (straight_notes / done).read_text()
+    wait_until(lambda: not [*memory.iterdir()])
+    assert (outside / "kept").exists()
+    assert not [*(master.home / "attempts").glob("memory-*")]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.timeout(300)
+def test_kills_at_random_moments_end_in_the_same_bits(
+    master: Any,
+    create: Callable[..., tuple[Any, Path]],
+    memory: Path,
+    wait_until: Callable[..., None],
+    num_ranks: int,
+) -> None:
+    draw = random.Random(num_ranks)
+    straight, straight_notes = create(num_ranks)
+    assert straight.wait().value == "COMPLETED", master.log()
+    killed, notes = create(num_ranks, PAUSE="0.05")
+    for at in sorted(draw.sample(range(2, LENGTH - 2), 3)):
+        wait_until((notes / f"at-{at}").exists)
+        time.sleep(draw.uniform(0.0, 0.1))
+        strike(master, has_runner=draw.random() < 0.5)
+    assert killed.wait().value == "COMPLETED", master.log()
+    (trial,), (other,) = killed.trials(), straight.trials()
+    rows = [(row.steps_completed, row.metrics) for row in trial.iter_metrics("training")]
+    assert rows == [(row.steps_completed, row.metrics) for row in other.iter_metrics("training")]
+    for rank in range(num_ranks):
+        done = f"done-{rank}"
+        assert (notes / done).read_text() == (straight_notes / done).read_text()
+    assert len(steps_of(notes)) < LENGTH + 3 * 5
+    wait_until(lambda: not [*memory.iterdir()])
+
+
+@pytest.mark.parametrize("how", ["canceled", "killed"])
+def test_nothing_is_left_of_a_trial_that_was_stopped(
+    create: Callable[..., tuple[Any, Path]],
+    memory: Path,
+    wait_until: Callable[..., None],
+    how: str,
+) -> None:
+    experiment, notes = create(1, STAYS="1")
+    wait_until((notes / f"at-{AT}").exists)
+    assert [*memory.glob("*/trial-*/*/manifest.json")]
+    experiment.cancel() if how == "canceled" else experiment.kill()
+    (notes / "go").touch()
+    assert experiment.wait().value == "CANCELED"
+    wait_until(lambda: not [*memory.iterdir()])
+
+
+def test_states_without_a_note_are_not_taken_and_those_of_other_trials_stay(
+    master: Any,
+    create: Callable[..., tuple[Any, Path]],
+    memory: Path,
+    wait_until: Callable[..., None],
+) -> None:
+    other, other_notes = create(1, STAYS="1")
+    wait_until((other_notes / f"at-{AT}").exists)
+    [others] = memory.iterdir()
+    killed, notes = create(1, STAYS="1")
+    wait_until((notes / f"at-{AT}").exists)
+    note = master.home / "attempts" / f"memory-{killed.trials()[0].id}"
+    note.unlink()
+    strike_of(notes)
+    (notes / "go").touch()
+    assert killed.wait().value == "COMPLETED", master.log()
+    steps = steps_of(notes)
+    [again] = [step for before, step in zip(steps, steps[1:], strict=False) if step <= before]
+    assert again == EVERY
+    rows = [row.steps_completed for row in killed.trials()[0].iter_metrics("training")]
+    assert rows == [*range(1, LENGTH + 1)]
+    assert others.exists()
+    (other_notes / "go").touch()
+    assert other.wait().value == "COMPLETED", master.log()
+    assert sorted(set(steps_of(other_notes))) == steps_of(other_notes)
+
+
+def strike_of(notes: Path) -> None:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("NOTES") == str(notes):
+                os.kill(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("num_slots", [0])
+@pytest.mark.timeout(300)
+def test_the_next_runner_of_a_node_finds_the_memory(
+    master: Any,
+    make_node: Callable[..., Any],
+    create: Callable[..., tuple[Any, Path]],
+    memory: Path,
+    wait_until: Callable[..., None],
+) -> None:
+    node = make_node("box", "--slots", "1").start(PACELINE_MEMORY_DIR=str(memory))
+    wait_until(lambda: master.client().nodes())
+    killed, notes = create(1, STAYS="1")
+    wait_until((notes / f"at-{AT}").exists)
+    node.process.kill()
+    node.process.wait()
+    node.runner(killed.trials()[0].reload().data.attempts[0].id).kill()
+    strike_of(notes)
+    (notes / "go").touch()
+    assert [*memory.glob("*/trial-*/*/manifest.json")]
+    node.start(PACELINE_MEMORY_DIR=str(memory))
+    assert killed.wait().value == "COMPLETED", master.log()
+    steps = steps_of(notes)
+    [again] = [step for before, step in zip(steps, steps[1:], strict=False) if step <= before]
+    assert AT - 3 <= again <= AT, master.log()
+    wait_until(lambda: not [*memory.iterdir()])
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_that_failed_for_good_leaves_its_memory_for_a_minute(
+    create: Callable[..., tuple[Any, Path]], memory: Path, wait_until: Callable[..., None]
+) -> None:
+    experiment, _ = create(1, 0, FAILS="1")
+    assert experiment.wait().value == "ERROR"
+    wait_until(lambda: not [*memory.iterdir()], 90)

@@ -23,7 +23,7 @@ BUILT = ROOT / "src" / "paceline" / "_cluster" / "master" / "docs"
 STAMP = BUILT / "source.sha256"
 WORK = ROOT / "build" / "docs"
 SITE = ROOT / "build" / "site"
-MAX_BYTES = 3 * 2**20
+MAX_BYTES = 7 * 2**19
 # What the pages are made from; all of it is in an sdist.
 _SOURCES = ("docs/**/*", "examples/**/*.md", "examples/**/*.py", "src/paceline/**/*.py", "*.md")
 
@@ -179,7 +179,7 @@ def main() -> int:
     num_pages = sum(1 for _ in SITE.rglob("*.html"))
     print(f"{num_pages} pages in {SITE.relative_to(ROOT)}; {size / 2**20:.1f} MiB in a wheel.")
     if size > MAX_BYTES:
-        print("They are too large to be shipped: 3 MiB at most.", file=sys.stderr)
+        print("They are too large to be shipped: 3.5 MiB at most.", file=sys.stderr)
         return 1
     shutil.copytree(SITE, BUILT)
     # Last, so that a build that was interrupted is not taken for a whole one.

@@ -262,3 +262,16 @@ def test_the_key_is_not_sent_if_reports_cannot_be_stored(node: Node) -> None:
     assert _judged_end(end, shipper, None, None).memory == end.memory != ""
     assert _judged_end(end, shipper, "The journal is damaged.", None).memory == ""
     shipper.close()
+
+
+def test_a_note_that_a_job_has_written_removes_nothing_else(node: Node, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir(mode=0o700)
+    node.begin(1)
+    for path in (foreign, node.memory / "paceline-locked-x" / ".." / ".." / "foreign"):
+        text = msgspec.json.encode({"path": str(path), "attempt_id": 1, "key": "k"})
+        (node.root / "memory-5").write_bytes(seal(text))
+        directory = AttemptDirectory(node.root / "1")
+        assert hold_memory(directory, directory.read_spec()) is None
+        node.memories.sweep(lambda _: False)
+        assert foreign.is_dir()

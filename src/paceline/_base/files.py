@@ -439,6 +439,11 @@ def make_locked_directory(root: Path) -> tuple[Path, int]:
     return path, lock
 
 
+def is_locked_directory_of(path: Path, root: Path) -> bool:
+    """Return whether a path is where `make_locked_directory` makes a directory of a root."""
+    return path.parent == root and path.name.startswith(_PREFIX)
+
+
 def remove_leftover_directories(root: Path) -> None:
     """Remove directories of `temporary_directory` whose processes were killed; only this user's."""
     for path in root.glob(f"{_PREFIX}*"):

@@ -16,6 +16,7 @@ import msgspec
 
 from paceline._base.files import (
     CLAIM_NAME,
+    is_locked_directory_of,
     make_locked_directory,
     memory_root,
     open_private_directory,
@@ -49,9 +50,11 @@ class _Note(msgspec.Struct, kw_only=True):
 def _read(root: Path, trial_id: int) -> _Note | None:
     try:
         data = check_seal(read_regular(root / f"{_PREFIX}{trial_id}"))
-        return msgspec.json.decode(data, type=_Note)
+        note = msgspec.json.decode(data, type=_Note)
     except (OSError, ValueError):
         return None
+    # A job may have written it: nothing but memory is ever removed.
+    return note if is_locked_directory_of(Path(note.path), memory_root()) else None
 
 
 def _write(root: Path, trial_id: int, note: _Note) -> None:

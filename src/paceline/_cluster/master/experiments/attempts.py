@@ -318,7 +318,7 @@ def _spec_of(connection: Connection, sources: LaunchSources, placed: _PlacedAtte
         num_members=len(parts),
         num_shards=most if (most := config.resources.most_slots) > fewest else None,
         storage_mark=None if attempt.node_id is None else sources.marks.mark(placed.storage),
-        memory=_kept_memory(connection, attempt),
+        memory=kept_memory(connection, attempt),
         has_prefix=bool(environment.prefix),
         uses_uv=environment.uv,
         interactive="" if config.interactive is None else config.interactive.kind,
@@ -357,7 +357,8 @@ def _run_info_of(cluster_id: str, placed: _PlacedAttempt) -> RunInfo:
     )
 
 
-def _kept_memory(connection: Connection, attempt: Row[Any]) -> str:
+def kept_memory(connection: Connection, attempt: Row[Any]) -> str:
+    """Return the key of the states in memory left by the attempt before; empty without any."""
     attempts = tables.attempts.c
     query = select(attempts.exit).where(
         attempts.trial_id == attempt.trial_id, attempts.number == attempt.number - 1

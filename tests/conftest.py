@@ -76,6 +76,8 @@ _LONGEST = (
     *("client/test_client.py", "master/starters", "docs"),
     *("train", "webui", "workers", "exactness", "creators", "system", "pytorch", "core", "cli"),
     *("launch", "runner", "examples", "benchmarks", "faults", "packaging"),
+    *("clients", "declarative", "seeds", "testing", "storage", "notebooks", "search"),
+    *("test_quick_start.py", "test_named_paths.py", "test_imports.py", "test_extras.py"),
 )
 
 

@@ -76,6 +76,8 @@ _LONGEST = (
     *("client/test_client.py", "master/starters", "docs"),
     *("train", "webui", "workers", "exactness", "creators", "system", "pytorch", "core", "cli"),
     *("launch", "runner", "examples", "benchmarks", "faults", "packaging"),
+    *("clients", "declarative", "seeds", "testing", "storage", "notebooks", "search"),
+    *("test_quick_start.py", "test_named_paths.py", "test_imports.py", "test_extras.py"),
 )
 
 
@@ -348,8 +350,10 @@ def ray_cluster() -> Iterator[Any]:
             for is_last in (False, False, True):
                 cluster = Cluster()
                 try:
-                    cluster.add_node(num_cpus=2, include_dashboard=False)
-                    cluster.add_node(num_cpus=2, resources={"memory_bank": 2})
+                    # Nobody reads what a log monitor would send to the driver.
+                    lean: dict[str, Any] = {"num_cpus": 2, "include_log_monitor": False}
+                    cluster.add_node(**lean, include_dashboard=False)
+                    cluster.add_node(**lean, resources={"memory_bank": 2})
                     break
                 except Exception:
                     cluster.shutdown()

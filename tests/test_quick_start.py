@@ -80,6 +80,20 @@ assert torch.ops.aten.reflection_pad1d.default in torch._decomp.meta_table
 )
 
 
+ADDRESSES = """
+import sys
+import jsonschema
+
+assert "rfc3987_syntax.syntax_helpers" not in sys.modules
+checker = jsonschema.FormatChecker()
+assert checker.conforms("http://a.example/caf\u00e9", "iri")
+assert not checker.conforms("no address", "iri")
+import rfc3987_syntax.syntax_helpers
+assert rfc3987_syntax.syntax_helpers is sys.modules["rfc3987_syntax.syntax_helpers"]
+assert rfc3987_syntax.is_valid_syntax is rfc3987_syntax.syntax_helpers.is_valid_syntax
+"""
+
+
 @pytest.mark.parametrize(
     "module",
     [pytest.param("torch.distributed.tensor", marks=pytest.mark.slow), "torch.distributed.fsdp"],
@@ -95,8 +109,8 @@ def test_modules_that_look_through_all_others_do_not_load_it(
 
 @pytest.mark.parametrize(
     "script",
-    [SCRIPT, FAKE, pytest.param(TABLES, marks=pytest.mark.slow)],
-    ids=["compiler", "fake", "tables"],
+    [SCRIPT, FAKE, pytest.param(TABLES, marks=pytest.mark.slow), ADDRESSES],
+    ids=["compiler", "fake", "tables", "addresses"],
 )
 def test_what_is_left_out_is_loaded_as_soon_as_something_wants_it(
     script: str, run_python: Callable[..., Any]

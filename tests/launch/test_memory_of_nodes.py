@@ -110,6 +110,27 @@ class Nodes:
 RunNodes = Callable[..., dict[str, Any]]
 
 
+@pytest.fixture(scope="module")
+def straight_runs() -> dict[tuple[object, ...], dict[str, Any]]:
+    """Return what came of the undisturbed trainings so far, by what they were given."""
+    return {}
+
+
+@pytest.fixture
+def run_straight(
+    run_nodes: RunNodes, straight_runs: dict[tuple[object, ...], dict[str, Any]]
+) -> RunNodes:
+    """Run an undisturbed training on nodes, or return what came of the same one before."""
+
+    def run(number: int, per_node: int = 1, **variables: str) -> dict[str, Any]:
+        given = number, per_node, *sorted(variables.items())
+        if given not in straight_runs:
+            straight_runs[given] = run_nodes("straight", number, per_node, **variables)
+        return straight_runs[given]
+
+    return run
+
+
 @pytest.fixture
 def run_nodes(
     start_launcher: Callable[..., Any], script: Script, tmp_path: Path, dropout_trial: str
@@ -169,9 +190,14 @@ def run_nodes(
 )
 @pytest.mark.timeout(300)
 def test_a_node_that_is_lost_with_its_memory_repeats_some_steps_in_the_same_bits(
-    run_nodes: RunNodes, number: int, per_node: int, lost: int, variables: dict[str, str]
+    run_nodes: RunNodes,
+    run_straight: RunNodes,
+    number: int,
+    per_node: int,
+    lost: int,
+    variables: dict[str, str],
 ) -> None:
-    straight = run_nodes("straight", number, per_node, **variables)
+    straight = run_straight(number, per_node, **variables)
     killed = run_nodes("lost", number, per_node, [lost], **variables)
     assert compare_runs(straight["facts"], killed["facts"]) == []
     assert "is not used" not in killed["errors"]
@@ -182,9 +208,9 @@ def test_a_node_that_is_lost_with_its_memory_repeats_some_steps_in_the_same_bits
 
 @pytest.mark.timeout(300)
 def test_nodes_that_held_the_only_copies_are_lost_and_training_begins_anew(
-    run_nodes: RunNodes,
+    run_nodes: RunNodes, run_straight: RunNodes
 ) -> None:
-    straight = run_nodes("straight", 3)
+    straight = run_straight(3)
     killed = run_nodes("lost", 3, lost=[1, 2])
     assert compare_runs(straight["facts"], killed["facts"]) == []
     assert killed["starts"] == [0, 0]
@@ -192,7 +218,7 @@ def test_nodes_that_held_the_only_copies_are_lost_and_training_begins_anew(
 
 @pytest.mark.timeout(300)
 def test_a_damaged_copy_is_named_and_never_resumed_from(
-    run_nodes: RunNodes, tmp_path: Path
+    run_nodes: RunNodes, run_straight: RunNodes, tmp_path: Path
 ) -> None:
     def damage() -> None:
         files = [path for path in tmp_path.glob("memory-0-*/**/rank_1*") if path.is_file()]
@@ -203,7 +229,7 @@ def test_a_damaged_copy_is_named_and_never_resumed_from(
             data[len(data) // 2] ^= 1
             path.write_bytes(data)
 
-    straight = run_nodes("straight", 2)
+    straight = run_straight(2)
     killed = run_nodes("lost", 2, lost=[1], then=damage)
     assert compare_runs(straight["facts"], killed["facts"]) == []
     assert killed["starts"] == [0, 0]
@@ -222,9 +248,9 @@ def test_a_damaged_copy_is_named_and_never_resumed_from(
 )
 @pytest.mark.timeout(300)
 def test_a_kill_within_a_copy_or_its_commit_leaves_a_whole_state(
-    run_nodes: RunNodes, point: str, rank: int
+    run_nodes: RunNodes, run_straight: RunNodes, point: str, rank: int
 ) -> None:
-    straight = run_nodes("straight", 2)
+    straight = run_straight(2)
     killed = run_nodes("killed", 2, PACELINE_FAULT=f"{point},rank={rank}")
     assert compare_runs(straight["facts"], killed["facts"]) == []
     assert len(killed["starts"]) > 1

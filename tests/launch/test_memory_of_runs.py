@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,12 @@ def memory(tmp_path: Path) -> Path:
     path = tmp_path / "memory"
     path.mkdir()
     return path
+
+
+@pytest.fixture(scope="module")
+def straight_runs() -> dict[str, Any]:
+    """Return the facts of undisturbed trainings, which several tests compare with."""
+    return {}
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -195,17 +202,20 @@ def test_a_survivor_leaves_a_batch_that_cannot_be_completed(
     tmp_path: Path,
     dropout_trial: str,
     memory: Path,
+    straight_runs: dict[str, Any],
     where: str,
     victim: int,
 ) -> None:
     name = script(dropout_trial + SLOW + TRAIN)
     options = ["--nproc-per-node=3", "--max-restarts=2", "--grace-s=100", name]
     variables = {"PACELINE_MEMORY_DIR": str(memory), "EVERY": "1e6", "LENGTH": "8"}
-    assert launch(*options, NAME="straight", **variables).returncode == 0
+    if "short" not in straight_runs:
+        assert launch(*options, NAME="straight", **variables).returncode == 0
+        straight_runs["short"] = read_run_facts(run_named(tmp_path, "straight"))
     result = launch(*options, NAME="killed", KILLS=f"3-{victim}", SLOW=where, **variables)
     assert result.returncode == 0, result.stderr
-    straight, killed = (read_run_facts(run_named(tmp_path, n)) for n in ("straight", "killed"))
-    assert compare_runs(straight, killed) == []
+    killed = read_run_facts(run_named(tmp_path, "killed"))
+    assert compare_runs(straight_runs["short"], killed) == []
     assert [attempt.start_step for attempt in killed.attempts] == [0, 3]
     assert 0 < len((tmp_path / "waits").read_text()) < 200
     # The script ends as after any error.
@@ -236,17 +246,22 @@ def test_kills_at_random_moments_end_in_the_same_bits(
     tmp_path: Path,
     dropout_trial: str,
     memory: Path,
+    straight_runs: dict[str, Any],
     seed: int,
 ) -> None:
     options = ["--nproc-per-node=3", "--max-restarts=20", script(dropout_trial + TRAIN)]
     variables = {"PACELINE_MEMORY_DIR": str(memory), "PIDS": "1", "LENGTH": "60"}
     for name, num_kills in (("straight", 0), ("killed", 6)):
+        if name in straight_runs:
+            continue
         launcher = start_launcher(*options, NAME=name, **variables)
         kill_at_random(launcher, tmp_path, random.Random(seed), num_kills)
         _, errors = launcher.communicate(timeout=200)
         assert launcher.returncode == 0, errors
-    straight, killed = (read_run_facts(run_named(tmp_path, n)) for n in ("straight", "killed"))
-    assert compare_runs(straight, killed) == []
+    if "straight" not in straight_runs:
+        straight_runs["straight"] = read_run_facts(run_named(tmp_path, "straight"))
+    killed = read_run_facts(run_named(tmp_path, "killed"))
+    assert compare_runs(straight_runs["straight"], killed) == []
     assert len(killed.attempts) > 3
     assert not [*memory.iterdir()]
 

@@ -13,6 +13,9 @@ the process ends, Python looks for garbage among the 170,000 objects of torch, w
 of the time of a short process: here it does not. Last of all, the libraries of torch take back one
 by one what they have registered: here the process ends before, as soon as Python has ended.
 
+Each process of Ray loads `jsonschema`, and with it `rfc3987_syntax`, which takes half a second to
+make a parser for addresses that nobody checks: here it is made only if somebody does.
+
 The suite starts hundreds of such processes. `make test` has this directory in PYTHONPATH;
 `make test-all` does without.
 """
@@ -26,7 +29,8 @@ from types import FunctionType, ModuleType
 
 _DYNAMO = "torch._dynamo"
 _META = "torch._meta_registrations"
-_LAZY = (_DYNAMO, _META, "torch.export")
+_ADDRESSES = "rfc3987_syntax"
+_LAZY = (_DYNAMO, _META, "torch.export", _ADDRESSES)
 # Who asks for one of them wants what the registrations have put there.
 _FILLED_BY_META = ("torch._decomp", "torch._prims", "torch._refs")
 
@@ -64,6 +68,15 @@ class _Dynamo(_StandIn):
         return _real(_DYNAMO).disable(fn, *args, **options)
 
 
+class _Addresses(_StandIn):
+    """What `rfc3987_syntax` is until an address is checked."""
+
+    @staticmethod
+    def is_valid_syntax(*arguments: object, **options: object) -> object:
+        """Have the real function check an address."""
+        return _real(_ADDRESSES).is_valid_syntax(*arguments, **options)
+
+
 class _Finder:
     """Finds the stand-ins, and what the loading of real modules has loaded before it was found."""
 
@@ -80,6 +93,8 @@ class _Finder:
             return module.__spec__
         is_loaded = name.startswith(f"{_DYNAMO}.") and name in sys.modules
         is_wanted = is_loaded or (name in _LAZY and name not in _loading)
+        if name == _ADDRESSES and PathFinder.find_spec(name, path) is None:  # type: ignore[arg-type] # as it was given
+            return None
         return ModuleSpec(name, _Finder) if is_wanted else None  # type: ignore[arg-type] # as one
 
     @staticmethod
@@ -87,7 +102,7 @@ class _Finder:
         """Return the module."""
         module = sys.modules.get(spec.name)
         if module is None:
-            module = (_Dynamo if spec.name == _DYNAMO else _StandIn)(spec.name)
+            module = _STAND_INS.get(spec.name, _StandIn)(spec.name)
             # Else the import system asks for the real one's. It is taken away below.
             module.__path__ = []
         return module
@@ -95,7 +110,10 @@ class _Finder:
     @staticmethod
     def exec_module(module: ModuleType) -> None:
         """Have the real module loaded by who asks for a part of it."""
-        if isinstance(module, _StandIn):
+        if isinstance(module, _Addresses):
+            # Who asks for a function of a package looks for this too.
+            module.__path__ = []
+        elif isinstance(module, _StandIn):
             del module.__path__
         elif module.__name__ in _FILLED_BY_META:
             module.__spec__ = module.__spec__.loader_state  # type: ignore[union-attr] # from above
@@ -137,6 +155,7 @@ def _adapt() -> None:
         library.on_exit(library._exit, None)
 
 
+_STAND_INS = {_DYNAMO: _Dynamo, _ADDRESSES: _Addresses}
 _disabled: list[FunctionType] = []
 # Which of the real modules are loaded, or about to be.
 _loading: set[str] = set()

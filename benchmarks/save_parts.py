@@ -22,8 +22,8 @@ from save_ways import transformer_weights, warm_adam
 from torch.utils.data import TensorDataset
 
 from paceline import pytorch
+from paceline._training.engine.checkpoints import capture_and_restore as _capture
 from paceline._training.engine.checkpoints import checkpoint_saver as _background_saver
-from paceline._training.engine.checkpoints import models_and_optimizers as _models_and_optimizers
 from paceline._training.engine.checkpoints import sharded_state as _host_copies
 from paceline.pytorch import _resumable_training, _training_checkpoints
 
@@ -31,7 +31,7 @@ _PERIOD, _WORK_S, _NUM_WARM = 10, 0.005, 5
 _PARTS: list[tuple[str, Any, str]] = [
     ("save", _resumable_training.ResumableTraining, "save"),
     ("  capture the state", _training_checkpoints.TrainingState, "capture"),
-    ("    generators", _models_and_optimizers, "capture_random_state"),
+    ("    generators", _capture, "capture_random_state"),
     ("    models, optimizers, settings", _training_checkpoints.TrainingState, "_shared"),
     ("  copy and start the thread", _background_saver.CheckpointSaver, "save"),
     ("    collect and copy", _host_copies.HostCopies, "copy"),

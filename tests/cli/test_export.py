@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from paceline import core
-from paceline._training.engine.checkpoints.state_files import save_state
+from paceline._training.engine.checkpoints.state_format import save_state
 from paceline._training.engine.checkpoints.weight_exports import export_weights
 from paceline.cli._app import app
 from paceline.storage import CheckpointNotFoundError, DirectoryStorage

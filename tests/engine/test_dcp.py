@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
-from paceline._training.engine.checkpoints.state_files import save_state
+from paceline._training.engine.checkpoints.capture_and_restore import ModelsAndOptimizers
+from paceline._training.engine.checkpoints.state_format import save_state
 from paceline._training.engine.checkpoints.weight_exports import export_dcp, export_weights
-from paceline._training.engine.checkpoints.weights_and_optimizers import (
+from paceline._training.engine.checkpoints.weights_from_checkpoints import (
     load_optimizer_state,
     load_weights,
 )

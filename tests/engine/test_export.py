@@ -14,12 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
 from paceline._training.engine.checkpoints import weight_exports
-from paceline._training.engine.checkpoints.state_files import (
+from paceline._training.engine.checkpoints.state_format import (
     read_training,
     read_weights,
     save_state,
 )
-from paceline._training.engine.checkpoints.stored_tensors import (
+from paceline._training.engine.checkpoints.tensor_reader import (
     _DTYPES,
     ShardedTensor,
     StoredTensor,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline._training.engine.checkpoints.sharded_state import HostCopies
-from paceline._training.engine.checkpoints.state_files import (
+from paceline._training.engine.checkpoints.state_format import (
     StateFormatError,
     is_storable,
     load_state,

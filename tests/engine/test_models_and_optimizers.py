@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from paceline._training.engine.checkpoints.models_and_optimizers import (
+from paceline._training.engine.checkpoints.capture_and_restore import (
     ModelsAndOptimizers,
     load_models,
 )

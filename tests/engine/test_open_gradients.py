@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
-from paceline._training.engine.checkpoints.state_files import save_state
+from paceline._training.engine.checkpoints.capture_and_restore import ModelsAndOptimizers
+from paceline._training.engine.checkpoints.state_format import save_state
 from paceline.pytorch._training_checkpoints import read_state
 from paceline.storage._checkpoint_files import STATE_VERSION
 

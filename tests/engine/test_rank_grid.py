@@ -21,7 +21,7 @@ from paceline._training.engine.checkpoints.sharded_state import (
     parts_with_shard,
     take_sharded_tensor_pieces,
 )
-from paceline._training.engine.checkpoints.state_files import StateInPieces
+from paceline._training.engine.checkpoints.state_format import StateInPieces
 from paceline._training.engine.devices import Precision
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     RankGrid,

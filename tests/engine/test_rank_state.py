@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline._training.engine.checkpoints.models_and_optimizers import (
+from paceline._training.engine.checkpoints.capture_and_restore import (
     load_buffers,
     load_gradients,
     own_buffers,

@@ -25,7 +25,7 @@ from paceline._training.engine.checkpoints import checkpoint_saver as _backgroun
 from paceline._training.engine.checkpoints import sharded_state as _host_copies
 from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver
 from paceline._training.engine.checkpoints.sharded_state import GatheredCopies, HostCopies
-from paceline._training.engine.checkpoints.state_files import StateInPieces, load_state
+from paceline._training.engine.checkpoints.state_format import StateInPieces, load_state
 from paceline.journal import RunDirectory
 
 

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import select
 
 import paceline
-from paceline._cluster.master.experiments import failures as _start_delays
+from paceline._cluster.master.experiments import failure_causes as _start_delays
 from paceline._cluster.master.experiments.attempts import Leases
 from paceline._cluster.master.store import tables
 from paceline._cluster.messages.runner_messages import PROTOCOL, runner_id

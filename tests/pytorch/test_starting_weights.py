@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline._training.engine.checkpoints.state_files import save_state
+from paceline._training.engine.checkpoints.state_format import save_state
 from paceline._training.engine.checkpoints.weight_exports import export_dcp, export_weights
 from paceline.storage._checkpoint_files import STATE_VERSION
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline._training.engine.checkpoints import state_files
-from paceline._training.engine.checkpoints.state_files import (
+from paceline._training.engine.checkpoints import state_format
+from paceline._training.engine.checkpoints.state_format import (
     read_training,
     read_versioned_part,
     save_state,
@@ -98,7 +98,7 @@ def test_each_part_of_an_earlier_state_is_upgraded(
         part[f"new of {name}"] = part.pop("size" if name == "training" else "means")
 
     monkeypatch.setattr(_checkpoint_files, "STATE_VERSION", STATE_VERSION + 1)
-    monkeypatch.setitem(state_files._STEPS, STATE_VERSION, rename)
+    monkeypatch.setitem(state_format._STEPS, STATE_VERSION, rename)
     training = read_training(tmp_path)
     assert training["new of training"] == 2
     # The other parts are upgraded from the version of the files.

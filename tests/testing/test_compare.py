@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from paceline import core
-from paceline._training.engine.checkpoints.state_files import save_state
+from paceline._training.engine.checkpoints.state_format import save_state
 from paceline.testing._compare_runs import RunFacts, compare_runs, find_run, read_run_facts
 
 Write = Callable[[Path], Any]

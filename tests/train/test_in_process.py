@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from paceline import core, train
-from paceline._training.engine.checkpoints.state_files import StateFormatError
+from paceline._training.engine.checkpoints.state_format import StateFormatError
 from paceline.journal import RunDirectory
 from paceline.storage import CheckpointNotFoundError, DirectoryStorage, storage_from
 

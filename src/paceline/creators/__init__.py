@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from paceline._base.imports import show_public_errors
-from paceline._training.engine.checkpoints.state_files import StateFormatError
+from paceline._training.engine.checkpoints.state_format import StateFormatError
 from paceline._training.workers.pickled_calls import NotSendableError
 from paceline._training.workers.worker_failures import (
     NodesDifferError,

@@ -25,7 +25,7 @@ from paceline._base.arguments_and_errors import (
 from paceline._training.engine.devices import Precision
 from paceline._training.engine.fsdp_and_tensor_parallel import ShardUnits
 from paceline._training.engine.model_preparation import check_shard_precision
-from paceline._training.engine.step_replay import StepReplay
+from paceline._training.engine.verify_steps import StepReplay
 from paceline._training.workers.processes.worker_process import RankInfo
 from paceline._training.workers.worker_failures import ResourcesError
 from paceline.core._arguments import NotOfferedError

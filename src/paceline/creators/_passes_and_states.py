@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline._base.arguments_and_errors import mix_seed
 from paceline._base.files import replacing_atomically
-from paceline._training.engine.checkpoints.state_files import StateFormatError, is_storable
+from paceline._training.engine.checkpoints.state_format import StateFormatError, is_storable
 from paceline._training.workers.pickled_calls import NotSendableError, dump, load
 from paceline.creators._creator_arguments import BATCH_SIZE, ReplicaSpec
 from paceline.data._order_and_random_generators import (

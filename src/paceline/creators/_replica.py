@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline._base.arguments_and_errors import mix_seed
-from paceline._training.engine.checkpoints.models_and_optimizers import (
+from paceline._training.engine.checkpoints.capture_and_restore import (
     ModelsAndOptimizers,
     restore_generators,
 )
@@ -29,7 +29,7 @@ from paceline._training.engine.devices import (
 from paceline._training.engine.fsdp_and_tensor_parallel import check_whole
 from paceline._training.engine.gradient_sync import GradientSync
 from paceline._training.engine.rank_differences import RankCheck, check_same_data, compare_in_group
-from paceline._training.engine.step_replay import StepReplay
+from paceline._training.engine.verify_steps import StepReplay
 from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
 from paceline._training.workers.processes.worker_process import join_process_group
 from paceline.creators._creator_arguments import (

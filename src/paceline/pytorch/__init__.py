@@ -6,7 +6,7 @@ from paceline._training.engine.checkpoints.weight_exports import (
     export_dcp,
     export_weights,
 )
-from paceline._training.engine.checkpoints.weights_and_optimizers import (
+from paceline._training.engine.checkpoints.weights_from_checkpoints import (
     load_optimizer_state,
     load_weights,
 )

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from paceline import core, faults
 from paceline._base.arguments_and_errors import check_count
 from paceline._base.files import replacing_atomically
-from paceline._training.engine.checkpoints.state_files import (
+from paceline._training.engine.checkpoints.state_format import (
     StateFormatError,
     load_state,
     save_state,

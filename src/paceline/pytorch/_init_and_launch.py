@@ -12,8 +12,8 @@ import torch
 
 from paceline import core
 from paceline._base.arguments_and_errors import check_count, count, ranks_to_check
-from paceline._training.engine.checkpoints.models_and_optimizers import load_models
-from paceline._training.engine.checkpoints.state_files import read_training, read_weights
+from paceline._training.engine.checkpoints.capture_and_restore import load_models
+from paceline._training.engine.checkpoints.state_format import read_training, read_weights
 from paceline._training.engine.devices import Precision, join_ranks
 from paceline._training.engine.gradient_reduction import DataParallel, join_horovod
 from paceline._training.engine.model_preparation import is_on_meta, materialize

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline._base.files import MEMORY_DIRECTORY_VARIABLE, memory_root, opened_directory
 from paceline._base.process_and_network import num_cores
 from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver
-from paceline._training.engine.checkpoints.state_files import save_state
+from paceline._training.engine.checkpoints.state_format import save_state
 from paceline._training.engine.gradient_reduction import plain_model
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.workers.channels import on_rank_lost

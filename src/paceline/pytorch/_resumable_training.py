@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline._base.arguments_and_errors import mix_seed
+from paceline._training.engine.checkpoints.capture_and_restore import own_buffers
 from paceline._training.engine.checkpoints.checkpoint_saver import BestValidation, Destination
-from paceline._training.engine.checkpoints.models_and_optimizers import own_buffers
 from paceline._training.engine.checkpoints.resume_differences import SettingChanges
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import check_same_data

@@ -29,7 +29,7 @@ from paceline._training.engine.schedules import (
     TrainUnit,
     checked_unit,
 )
-from paceline._training.engine.step_replay import StepReplay
+from paceline._training.engine.verify_steps import StepReplay
 from paceline.core._read_runs import MetricsRow, read_metrics
 from paceline.pytorch._memory_checkpoints import checked_memory
 from paceline.pytorch._training_checkpoints import (

@@ -20,16 +20,16 @@ import torch
 from paceline import core
 from paceline._base.journal_records import CheckpointStored
 from paceline._base.run_directory import RunDirectory
+from paceline._training.engine.checkpoints.capture_and_restore import (
+    ModelsAndOptimizers,
+    restore_generators,
+    summed_gradients,
+)
 from paceline._training.engine.checkpoints.checkpoint_saver import (
     BestValidation,
     CheckpointRetention,
     CheckpointSaver,
     Destination,
-)
-from paceline._training.engine.checkpoints.models_and_optimizers import (
-    ModelsAndOptimizers,
-    restore_generators,
-    summed_gradients,
 )
 from paceline._training.engine.checkpoints.resume_differences import (
     SettingChanges,
@@ -37,12 +37,12 @@ from paceline._training.engine.checkpoints.resume_differences import (
     epoch_sizes,
     note_epoch_sizes,
 )
-from paceline._training.engine.checkpoints.state_files import (
+from paceline._training.engine.checkpoints.state_format import (
     StateInPieces,
     read_training,
     read_versioned_part,
 )
-from paceline._training.engine.checkpoints.stored_tensors import whole
+from paceline._training.engine.checkpoints.tensor_reader import whole
 from paceline._training.engine.gradient_reduction import plain_model
 from paceline._training.engine.metric_reducers import ReducerSet
 from paceline._training.engine.optimizer_stepper import Stepper

@@ -14,7 +14,7 @@ from paceline._training.engine.model_preparation import FollowingModels
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.profiling import MOVE, REDUCE, WAIT, WHOLE, TraceProfiler
 from paceline._training.engine.schedules import Position, Schedule, StopReason
-from paceline._training.engine.step_replay import StepReplay
+from paceline._training.engine.verify_steps import StepReplay
 from paceline._training.engine.weighted_means import WeightedMeans
 from paceline.core._attempt_journal import CHECKPOINT, TRAINING, VALIDATION
 from paceline.core._core_context import Context

@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 
 from paceline import core
-from paceline._training.engine.checkpoints.checkpoint_saver import Destination
-from paceline._training.engine.checkpoints.models_and_optimizers import (
+from paceline._training.engine.checkpoints.capture_and_restore import (
     ModelsAndOptimizers,
     check_numbers,
     load_buffers,
 )
+from paceline._training.engine.checkpoints.checkpoint_saver import Destination
 from paceline._training.engine.devices import Precision, join_ranks
 from paceline._training.engine.gradient_reduction import DataParallel, FlatReduction
 from paceline._training.engine.metric_reducers import ReducerSet
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.rank_differences import RankCheck
 from paceline._training.engine.schedules import Schedule, StopReason
-from paceline._training.engine.user_optimizer_steps import WatchedUserCalls
+from paceline._training.engine.steps_by_user_code import WatchedUserCalls
 from paceline.core._distributed_context import DistributedContext
 from paceline.data._sharded_loader import ShardedData
 from paceline.data._torch_loaders import release_device_memory

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from paceline._training.engine.checkpoints.resume_differences import check_identity
 from paceline._training.engine.devices import Precision
 from paceline._training.engine.gradient_sync import GradientSync
-from paceline._training.engine.user_optimizer_steps import calling_method
+from paceline._training.engine.steps_by_user_code import calling_method
 from paceline._training.workers.processes.worker_process import RankInfo
 from paceline.data._order_and_random_generators import worker_shards
 from paceline.data._sharded_loader import ShardedData, num_samples_of, worker_batches

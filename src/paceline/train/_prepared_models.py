@@ -24,7 +24,7 @@ from paceline._training.engine.model_preparation import (
     checkpoint_blocks,
     compile_model,
 )
-from paceline._training.engine.step_replay import StepReplay, check_replay
+from paceline._training.engine.verify_steps import StepReplay, check_replay
 from paceline.core._arguments import NotOfferedError
 from paceline.data._order_and_random_generators import seed_everything
 from paceline.train._rank_checkpoints import packed_without_pickle

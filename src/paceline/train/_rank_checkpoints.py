@@ -19,7 +19,7 @@ from paceline import faults
 from paceline._base.journal_records import decode_value
 from paceline._base.run_directory import RunDirectory
 from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver, KeptCheckpoints
-from paceline._training.engine.checkpoints.state_files import (
+from paceline._training.engine.checkpoints.state_format import (
     MAX_DEPTH,
     MAX_DIGITS,
     StateInPieces,
@@ -28,7 +28,7 @@ from paceline._training.engine.checkpoints.state_files import (
     kind_of,
     read_versioned_files,
 )
-from paceline._training.engine.checkpoints.stored_tensors import (
+from paceline._training.engine.checkpoints.tensor_reader import (
     lazy_stored_tensors,
     whole,
     with_items,

@@ -20,7 +20,7 @@ from paceline import faults
 from paceline._base.journal_files import JournalWriter
 from paceline._base.journal_records import TimeSpent, encode_metrics
 from paceline._base.run_directory import JournalKey
-from paceline._training.engine.checkpoints.models_and_optimizers import (
+from paceline._training.engine.checkpoints.capture_and_restore import (
     ModelsAndOptimizers,
     restore_generators,
 )

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from paceline._cluster.master.experiments import failures as _pauses
-from paceline._cluster.master.experiments.failures import start_delay_after
+from paceline._cluster.master.experiments import failure_causes as _pauses
+from paceline._cluster.master.experiments.failure_causes import start_delay_after
 from paceline._cluster.master.experiments.state_decisions import (
     MAX_SHORTAGES,
     MAX_STORE_FAILURES,

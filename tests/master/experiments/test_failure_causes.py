@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.master.experiments.failures import comparable
+from paceline._cluster.master.experiments.failure_causes import comparable
 from paceline.journal import AttemptFinished
 
 MISSING = (

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline._training.engine.checkpoints.stored_tensors import StoredTensor
+from paceline._training.engine.checkpoints.tensor_reader import StoredTensor
 from paceline._training.engine.devices import is_sharded, like_piece, local_part, parameters_of
 from paceline.core._arguments import DistributedPeerError
 from paceline.core._distributed_context import DistributedContext

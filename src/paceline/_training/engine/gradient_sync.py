@@ -14,7 +14,7 @@ from paceline._training.engine.checkpoints.sharded_state import (
     check_sharded,
     replace_parameters,
 )
-from paceline._training.engine.checkpoints.stored_tensors import fit_stored_tensor
+from paceline._training.engine.checkpoints.tensor_reader import fit_stored_tensor
 from paceline._training.engine.devices import is_sharded, local_part
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     ShardUnits,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from paceline._training.engine.checkpoints.state_files import is_storable
+from paceline._training.engine.checkpoints.state_format import is_storable
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.weighted_means import REFERENCE
 from paceline.core._distributed_context import DistributedContext

@@ -32,8 +32,8 @@ from paceline._training.engine.gradient_sync import Accumulation
 from paceline._training.engine.model_preparation import FrozenBase, ModelOptions, ModelWrapper
 from paceline._training.engine.profiling import BACKWARD, REDUCE, STEP, StepTimer
 from paceline._training.engine.rank_differences import RankCheck, RankDigest
-from paceline._training.engine.step_replay import StepReplay
-from paceline._training.engine.user_optimizer_steps import WatchedUserCalls
+from paceline._training.engine.steps_by_user_code import WatchedUserCalls
+from paceline._training.engine.verify_steps import StepReplay
 from paceline.core._distributed_context import DistributedContext
 
 # Codes announced by the chief besides indices of optimizers: no more steps, sum of the

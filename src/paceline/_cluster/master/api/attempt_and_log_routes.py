@@ -30,7 +30,7 @@ from paceline._cluster.master.experiments.attempts import (
     read_attempt,
     read_control_of,
 )
-from paceline._cluster.master.experiments.failures import find_log_hits
+from paceline._cluster.master.experiments.failure_causes import find_log_hits
 from paceline._cluster.master.experiments.logged_runs import find_link
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.state_decisions import RefusedError

@@ -33,7 +33,7 @@ from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf, problem
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.checkpoints import is_own_storage
-from paceline._cluster.master.experiments.failures import NUM_TRIALS, WITHIN_S
+from paceline._cluster.master.experiments.failure_causes import NUM_TRIALS, WITHIN_S
 from paceline._cluster.master.experiments.stored_searches import missing_methods
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables

@@ -11,7 +11,8 @@ from sqlalchemy import Row, or_, select
 
 from paceline import faults
 from paceline._cluster.master.experiments.attempts import read_attempt
-from paceline._cluster.master.experiments.failures import (
+from paceline._cluster.master.experiments.best_values import end_unmeasured
+from paceline._cluster.master.experiments.failure_causes import (
     end_cause,
     is_failed_start,
     is_lost_runner,
@@ -41,7 +42,6 @@ from paceline._cluster.master.experiments.state_decisions import (
     judge_exit,
 )
 from paceline._cluster.master.experiments.state_writer import StateChanges
-from paceline._cluster.master.experiments.validations import end_unmeasured
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, num_slots_of
 from paceline._cluster.master.store.database import Transaction

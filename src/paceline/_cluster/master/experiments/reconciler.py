@@ -24,7 +24,7 @@ from paceline._cluster.master.experiments.attempts import (
     live_attempts,
 )
 from paceline._cluster.master.experiments.checkpoints import usable_checkpoint
-from paceline._cluster.master.experiments.failures import start_delay_after
+from paceline._cluster.master.experiments.failure_causes import start_delay_after
 from paceline._cluster.master.experiments.scheduler_input import Cluster, read_cluster
 from paceline._cluster.master.experiments.state_decisions import MAX_SHORTAGES
 from paceline._cluster.master.experiments.state_writer import (

@@ -36,12 +36,7 @@ from paceline._base.journal_records import (
 )
 from paceline._cluster.master.experiments.attempt_runners import Activities
 from paceline._cluster.master.experiments.attempts import check_not_over, kept_memory, read_attempt
-from paceline._cluster.master.experiments.checkpoints import (
-    store_checkpoint,
-    take_checkpoint_deletion,
-)
-from paceline._cluster.master.experiments.state_writer import StateChanges
-from paceline._cluster.master.experiments.validations import (
+from paceline._cluster.master.experiments.best_values import (
     CHIEF,
     Validations,
     recompute_best,
@@ -49,6 +44,11 @@ from paceline._cluster.master.experiments.validations import (
     take_operation,
     with_validations,
 )
+from paceline._cluster.master.experiments.checkpoints import (
+    store_checkpoint,
+    take_checkpoint_deletion,
+)
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
     config_of,

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, Select, func, select
 
 from paceline._cluster.master.experiments.attempts import live_attempts
-from paceline._cluster.master.experiments.failures import (
+from paceline._cluster.master.experiments.failure_causes import (
     excluded_nodes,
     failed_attempt_nodes,
     nodes_in_start_delay,

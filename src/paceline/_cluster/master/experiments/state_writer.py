@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Row, bindparam, select, update
 
 from paceline import faults
 from paceline._cluster.master.executors import Machines
-from paceline._cluster.master.experiments.failures import (
+from paceline._cluster.master.experiments.failure_causes import (
     FailingNodes,
     counted_trial_states,
     describe_failure,

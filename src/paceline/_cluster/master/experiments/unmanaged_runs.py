@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline._base.journal_records import AttemptStarted
 from paceline._base.run_directory import RUN_FORMAT_VERSION, RunInfo
+from paceline._cluster.master.experiments.best_values import CHIEF, recompute_best
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.state_decisions import (
     SILENT,
@@ -27,7 +28,6 @@ from paceline._cluster.master.experiments.state_decisions import (
     experiment_end,
 )
 from paceline._cluster.master.experiments.state_writer import StateChanges
-from paceline._cluster.master.experiments.validations import CHIEF, recompute_best
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED
 from paceline._cluster.master.store.database import Transaction

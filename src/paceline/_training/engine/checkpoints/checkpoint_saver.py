@@ -20,7 +20,7 @@ from paceline._base.journal_records import CheckpointStored
 from paceline._base.process_and_network import join, num_cores, wait_until
 from paceline._base.run_directory import RunDirectory
 from paceline._training.engine.checkpoints.sharded_state import HostCopies, parts_with_shard
-from paceline._training.engine.checkpoints.state_files import save_state
+from paceline._training.engine.checkpoints.state_format import save_state
 from paceline.core._background_checkpoints import StoreFailures
 from paceline.storage._checkpoint_files import CheckpointError, CheckpointNotFoundError
 from paceline.storage._checkpoint_storage import Kept, RetentionRules, to_delete

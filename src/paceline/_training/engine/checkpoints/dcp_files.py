@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline._training.engine.checkpoints.stored_tensors import (
+from paceline._training.engine.checkpoints.tensor_reader import (
     ShardedTensor,
     StoredPiece,
     StoredTensor,

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from paceline._training.engine.checkpoints.models_and_optimizers import divided_optimizer_states
-from paceline._training.engine.checkpoints.state_files import (
+from paceline._training.engine.checkpoints.capture_and_restore import divided_optimizer_states
+from paceline._training.engine.checkpoints.state_format import (
     OwnPiece,
     StateInPieces,
     TensorCollector,
@@ -27,7 +27,7 @@ from paceline._training.engine.checkpoints.state_files import (
     own_piece,
     slot_path,
 )
-from paceline._training.engine.checkpoints.stored_tensors import (
+from paceline._training.engine.checkpoints.tensor_reader import (
     LazyTensor,
     ShardedTensor,
     fit_stored_tensor,

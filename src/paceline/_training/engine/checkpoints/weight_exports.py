@@ -17,8 +17,8 @@ from torch import nn
 
 from paceline._base.files import temporary_name
 from paceline._training.engine.checkpoints.dcp_files import write_dcp
-from paceline._training.engine.checkpoints.stored_tensors import StoredTensor, write_tensor_file
-from paceline._training.engine.checkpoints.weights_and_optimizers import (
+from paceline._training.engine.checkpoints.tensor_reader import StoredTensor, write_tensor_file
+from paceline._training.engine.checkpoints.weights_from_checkpoints import (
     INDEX_NAME,
     stored_optimizer,
     stored_weights,

@@ -16,7 +16,7 @@ from paceline._training.engine.devices import (
 )
 from paceline._training.engine.gradient_reduction import OverlappedAllReduce, plain_model
 from paceline._training.engine.gradient_sync import GradientSync
-from paceline._training.engine.user_optimizer_steps import calling_method
+from paceline._training.engine.steps_by_user_code import calling_method
 from paceline._training.workers.worker_failures import StepsDifferError
 from paceline.data._order_and_random_generators import capture_random_state, restore_random_state
 

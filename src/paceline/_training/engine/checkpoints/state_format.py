@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from paceline._base.journal_records import decode_value, encode_float
-from paceline._training.engine.checkpoints.stored_tensors import (
+from paceline._training.engine.checkpoints.tensor_reader import (
     LazyTensor,
     ShardedTensor,
     ShardFiles,

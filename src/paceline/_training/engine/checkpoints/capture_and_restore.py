@@ -12,7 +12,7 @@ from paceline._training.engine.checkpoints.resume_differences import (
     SettingChanges,
     frozen_parameters,
 )
-from paceline._training.engine.checkpoints.stored_tensors import (
+from paceline._training.engine.checkpoints.tensor_reader import (
     StoredTensor,
     fit_stored_tensor,
     whole,

@@ -12,20 +12,20 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import SafetensorError
 
-from paceline._training.engine.checkpoints.dcp_files import METADATA_NAME, DcpFiles
-from paceline._training.engine.checkpoints.models_and_optimizers import (
+from paceline._training.engine.checkpoints.capture_and_restore import (
     divided_optimizer_states,
     load_models,
     state_shape,
 )
-from paceline._training.engine.checkpoints.state_files import (
+from paceline._training.engine.checkpoints.dcp_files import METADATA_NAME, DcpFiles
+from paceline._training.engine.checkpoints.state_format import (
     check_number,
     read_training,
     read_versioned_files,
     read_versioned_part,
     read_weights,
 )
-from paceline._training.engine.checkpoints.stored_tensors import (
+from paceline._training.engine.checkpoints.tensor_reader import (
     StoredTensor,
     TensorFile,
     WholeTensors,

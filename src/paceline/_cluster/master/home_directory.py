@@ -219,6 +219,8 @@ def _find_unknown_files(home: Path, known: KnownFiles) -> list[_UnknownFiles]:
     newest = newest_attempt(home / "attempts")
     if newest > known.newest_attempt:
         attempts[home / "attempts" / NEWEST_NAME] = newest
+    # The memory of a trial alone is no reason to ask: a look at the attempts removes it.
+    memories = _numbered(home / "attempts", r"memory-(\d+)", known.newest_trial)
     records = _numbered(home / "records", r"experiment-(\d+)\.jsonl", known.newest_experiment)
     logs = _numbered(home / "logs", r"trial-(\d+)", known.newest_trial)
     checkpoints: list[Path] = []
@@ -227,7 +229,11 @@ def _find_unknown_files(home: Path, known: KnownFiles) -> list[_UnknownFiles]:
         checkpoints = _entries(home / "checkpoints", r"([^.].*)")
     texts = [
         (_count_with_noun(len(contexts), "context"), "contexts", contexts),
-        (_range("attempt", "attempts", attempts), "attempts", list(attempts)),
+        (
+            _range("attempt", "attempts", attempts),
+            "attempts",
+            [*attempts, *memories] if attempts else [],
+        ),
         (_range("the log of trial", "the logs of trials", logs), "logs", list(logs)),
         (_count_with_noun(len(checkpoints), "checkpoint"), "checkpoints", checkpoints),
         (_range("experiment", "experiments", records), "records", list(records)),

@@ -117,7 +117,10 @@ def test_an_agent_searches_proposes_forks_and_compares(home: Path, searched: Pat
         assert "step 3" in await agent.ask("read_logs", trial_id=best["id"])
         budget = await agent.ask("budget_left", experiment_id=one)
         assert budget["trials"] == {"created": 3, "planned": 3, "left": 0}
-        assert budget["limits"] == {"max_failures": {"limit": 2, "used": 0, "left": 2}}
+        assert budget["limits"] == {
+            "max_failures": {"limit": 2, "used": 0, "left": 2},
+            "max_trials": {"limit": 3, "used": 3, "left": 0},
+        }
 
         changed = (searched / "train.py").read_text().replace("lr / step", "lr / step / 2")
         (searched / "train.py").write_text(changed)

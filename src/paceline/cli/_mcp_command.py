@@ -250,8 +250,6 @@ class AgentTools:
     def budget_left(self, experiment_id: int) -> Any:
         """Say what an experiment may still use: trials, time since its creation, limits."""
         found = self._client.get_experiment(experiment_id)
-        rows = self._client.preview_search(found.config).rows
-        planned = sum(row.num_trials for row in rows)
         created = found.data.num_trials
         ended_at = found.data.ended_at
         limits = {
@@ -259,7 +257,10 @@ class AgentTools:
             for one in found.data.limits
         }
         if "max_trials" in limits:
-            planned = int(limits["max_trials"]["limit"] or planned)
+            planned = int(limits["max_trials"]["limit"] or 0)
+        else:
+            rows = self._client.preview_search(found.config).rows
+            planned = sum(row.num_trials for row in rows)
         return {
             "trials": {"created": created, "planned": planned, "left": max(planned - created, 0)},
             "has_ended": ended_at is not None,

@@ -142,9 +142,10 @@ def test_axe_finds_nothing_in_the_search_and_the_sheet_of_shortcuts(
 
 @pytest.mark.parametrize("theme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_axe_finds_nothing_in_the_dialogs_of_comparisons(
-    master: Any, searched: Any, open_page: Any, find_problems: Any, theme: str
+    master: Any, searched: Any, open_page: Any, find_problems: Any, unfold: Any, theme: str
 ) -> None:
     page = open_page(master, f"/compare?experiments=[{searched.id}]", color_scheme=theme)
+    unfold(page, "Choose runs")
     problems = {}
     for name in ("Metrics and x axis of test_loss", "Views", "Filter", "Download test_loss"):
         page.get_by_role("button", name=name, exact=True).click()
@@ -191,3 +192,13 @@ def test_everything_can_be_reached_by_keyboard(master: Any, searched: Any, open_
     expect(page.get_by_role("menuitem").first).to_be_focused()
     page.keyboard.press("Escape")
     expect(page.get_by_role("button", name="More actions")).to_be_focused()
+
+
+@pytest.mark.parametrize("width", [767, 768])
+def test_a_page_has_one_navigation_at_any_width(master: Any, open_page: Any, width: int) -> None:
+    """At the side from 768 px on, else at the bottom; style sheets and code agree."""
+    page = open_page(master, "/", viewport={"width": width, "height": 800})
+    at_the_side = page.get_by_role("navigation", name="Pages", exact=True)
+    at_the_bottom = page.get_by_role("navigation", name="Pages, at the bottom")
+    expect(at_the_side.or_(at_the_bottom)).to_have_count(1)
+    expect(at_the_side if width >= 768 else at_the_bottom).to_be_visible()

@@ -128,10 +128,39 @@ def test_a_chart_is_a_picture_for_a_paper_whatever_the_page_looks_like(
     assert height > 1200
 
 
+def test_a_phone_shows_a_curve_in_the_upper_half_of_a_comparison(
+    master: Any, sweep: Any, open_page: Any, unfold: Any
+) -> None:
+    """Runs and options of charts wait behind buttons; what filters them is never out of sight."""
+    size = {"width": 390, "height": 844}
+    page = open_page(master, f"/compare?experiments=[{sweep.id}]", viewport=size)
+    chart = page.locator("canvas").first
+    expect(chart).to_be_visible()
+    top = chart.bounding_box()["y"]
+    assert top < size["height"] / 2, f"the first curve begins at {top}"
+    expect(page.get_by_text("6 of 6 runs shown")).to_be_in_viewport()
+    search = page.get_by_role("combobox", name="Search runs")
+    expect(search).to_have_count(0)
+    unfold(page, "Choose runs")
+    page.get_by_role("region", name="List of runs").get_by_role("checkbox").first.click()
+    expect(page.get_by_text("5 of 6 runs shown")).to_be_visible()
+    expect(page.get_by_role("textbox", name="Filter the metrics")).to_be_hidden()
+    unfold(page)
+    page.get_by_role("textbox", name="Filter the metrics").fill("accuracy")
+    expect(page).to_have_url(re.compile("q=accuracy"))
+    page.goto(f"/compare?experiments=[{sweep.id}]&q=loss&runs=lr < blue")
+    expect(page.get_by_role("alert")).to_contain_text("`lr` must be compared to a number")
+    search.fill("lr < 1")
+    expect(page.get_by_text("6 of 6 runs shown")).to_be_visible()
+    expect(search).to_be_visible()
+    expect(page.get_by_text("1 of 2 charts", exact=True)).to_be_visible()
+
+
 def test_the_panel_search_takes_regular_expressions(
-    master: Any, sweep: Any, open_page: Any
+    master: Any, sweep: Any, open_page: Any, unfold: Any
 ) -> None:
     page = open_page(master, f"/compare?experiments=[{sweep.id}]")
+    unfold(page)
     expect(page.get_by_text("2 charts", exact=True)).to_be_visible()
     page.get_by_role("switch", name="Regular expression").click()
     search = page.get_by_role("textbox", name="Filter the metrics")
@@ -144,10 +173,11 @@ def test_the_panel_search_takes_regular_expressions(
 
 
 def test_runs_are_chosen_by_state_label_hyperparameter_and_metric(
-    master: Any, sweep: Any, open_page: Any
+    master: Any, sweep: Any, open_page: Any, unfold: Any
 ) -> None:
     page = open_page(master, f"/compare?experiments=[{sweep.id}]")
     expect(page.get_by_text("6 of 6 runs shown")).to_be_visible()
+    unfold(page, "Choose runs")
     page.get_by_role("button", name="Filter", exact=True).click()
     page.get_by_role("combobox", name="Column", exact=True).fill("seed")
     page.get_by_role("option", name="seed", exact=True).click()
@@ -170,6 +200,7 @@ def test_runs_are_chosen_by_state_label_hyperparameter_and_metric(
     expect(page.get_by_text("2 of 2 runs shown")).to_be_visible()
     page.reload()
     expect(page.get_by_text("2 of 2 runs shown")).to_be_visible()
+    unfold(page, "Choose runs")
     page.get_by_role("button", name="Remove the filter seed = 2", exact=True).click()
     expect(page.get_by_text("6 of 6 runs shown")).to_be_visible()
 

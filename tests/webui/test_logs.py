@@ -119,3 +119,52 @@ def test_a_hit_in_the_logs_of_a_search_leads_to_its_trial(
     shown.get_by_role("button", name="Show the lines around: step 7 ").click()
     expect(page).to_have_url(re.compile(rf"/trials/{trial.id}/logs\?.*line=\d+"))
     expect(page.get_by_role("log").get_by_text("step 8 done")).to_be_visible()
+
+
+FAILING = """
+for number in range(200):
+    print(f"step {number}", flush=True)
+raise ValueError("no such table")
+"""
+
+
+@pytest.mark.parametrize("state", ["Running", "Completed", "Error"])
+def test_a_phone_shows_state_and_tail_of_a_log_on_its_first_screen(
+    master: Any, trial: Any, open_page: Any, code: Path, state: str
+) -> None:
+    """There the facts and the error are below the log, which ends above the links at the bottom."""
+    number = trial.experiment_id
+    if state == "Error":
+        (code / "train.py").write_text(FAILING)
+    if state != "Completed":
+        number = master.create(code, name="tail").id
+    size = {"width": 390, "height": 844}
+    page = open_page(master, f"/experiments/{number}/logs", viewport=size)
+    for kind in ("experiment", "trial"):
+        badge = page.get_by_text(state, exact=True).first
+        expect(badge).to_be_visible()
+        assert badge.bounding_box()["y"] < size["height"] / 4
+        log = page.get_by_role("log")
+        expect(log.locator("[data-index]").last).to_be_in_viewport()
+        bar = page.get_by_role("navigation", name="Pages, at the bottom").bounding_box()["y"]
+        box = log.bounding_box()
+        end = box["y"] + box["height"]
+        assert end <= bar, f"{kind}: the log from {box['y']} to {end} must end above {bar}"
+        assert box["height"] >= 240, f"{kind}: {box['height']=}"
+        alert = page.get_by_role("alert").filter(has_text="exit code 1")
+        expect(alert).to_have_count(int(state == "Error"))
+        if kind == "experiment":
+            only = master.client.get_experiment(number).trials()[0].id
+            page.goto(f"/trials/{only}/logs")
+
+
+def test_a_log_that_is_followed_shows_its_newest_line_when_its_box_becomes_lower(
+    master: Any, trial: Any, open_page: Any
+) -> None:
+    """A phone that is turned, or a title that takes another row, hides no line."""
+    page = open_page(master, f"/trials/{trial.id}/logs")
+    newest = page.get_by_role("log").get_by_text("the fan")
+    expect(newest).to_be_in_viewport()
+    for height in (1400, 700):
+        page.set_viewport_size({"width": 390, "height": height})
+        expect(newest).to_be_in_viewport()

@@ -65,7 +65,7 @@ with paceline.core.init() as context:
 
 
 def test_compare_says_what_is_not_drawn_and_finds_runs_by_their_experiments(
-    master: Any, open_page: Any, tmp_path: Path
+    master: Any, open_page: Any, tmp_path: Path, unfold: Any
 ) -> None:
     (tmp_path / "train.py").write_text(OWN_METRIC)
     trials = []
@@ -76,6 +76,7 @@ def test_compare_says_what_is_not_drawn_and_finds_runs_by_their_experiments(
         assert experiment.wait(0.1).value == "COMPLETED"
         trials.append(experiment.trials()[0].id)
     page = open_page(master, "/compare")
+    unfold(page, "Choose runs")
     page.get_by_role("combobox", name="Search runs").fill("of test_")
     expect(page.get_by_text("2 of 2 runs shown")).to_be_visible()
     expect(page.get_by_role("img", name="test_loss: 1 lines")).to_be_visible()
@@ -91,7 +92,7 @@ def test_compare_says_what_is_not_drawn_and_finds_runs_by_their_experiments(
 
 
 def test_a_workspace_draws_groups_and_keeps_its_view_in_the_address(
-    master: Any, open_page: Any, tmp_path: Path, scroll_to: Any
+    master: Any, open_page: Any, tmp_path: Path, scroll_to: Any, unfold: Any
 ) -> None:
     (tmp_path / "train.py").write_text(SEEDS)
     hparams = {
@@ -103,6 +104,8 @@ def test_a_workspace_draws_groups_and_keeps_its_view_in_the_address(
     assert experiment.wait(0.1).value == "COMPLETED"
     page = open_page(master, f"/experiments/{experiment.id}/trials")
     page.get_by_role("button", name="Compare all trials").click()
+    unfold(page, "Choose runs")
+    unfold(page)
     runs = page.get_by_role("region", name="List of runs")
     for name in ("lr 0.1, seed 0", "lr 0.2, seed 2"):
         expect(runs.get_by_role("link", name=name)).to_be_visible()

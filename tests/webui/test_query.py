@@ -34,7 +34,7 @@ def stored(master: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_query_is_completed_answered_and_refused_in_a_sentence(
-    master: Any, stored: Any, open_page: Any
+    master: Any, stored: Any, open_page: Any, unfold: Any
 ) -> None:
     page = open_page(master, "/experiments")
     box = page.get_by_role("combobox", name="Search by name, label or id")
@@ -59,6 +59,7 @@ def test_a_query_is_completed_answered_and_refused_in_a_sentence(
     # The same text chooses runs to compare.
     page.goto("/compare?runs=pace < 0.01 and tag:reference")
     expect(page.get_by_text("1 of 1 run shown")).to_be_visible()
+    unfold(page, "Choose runs")
     page.get_by_role("combobox", name="Search runs").fill("pace < blue")
     expect(page.get_by_role("alert")).to_contain_text("`pace` must be compared to a number")
     page.get_by_role("combobox", name="Search runs").fill("tag:reference")

@@ -3,7 +3,7 @@
 import { Button, Group, Select, Slider, Switch, Text } from "@mantine/core";
 import { IconZoomReset } from "@tabler/icons-react";
 import { useNavigate } from "@tanstack/react-router";
-import { useCallback, useState } from "react";
+import { type ReactNode, useCallback, useState } from "react";
 
 import type { MetricsSearch } from "../lib/search";
 import type { Range } from "./curves";
@@ -56,6 +56,9 @@ interface ChartControlsProps {
   metric?: string;
   /** Whether the code of a trial has chosen x axes, which are taken at first. */
   isXChosen?: boolean;
+  /** Further options, below; they are open at first if `isOpenAtFirst`. */
+  children?: ReactNode;
+  isOpenAtFirst?: boolean;
 }
 
 export function ChartControls({
@@ -64,6 +67,8 @@ export function ChartControls({
   metrics,
   metric,
   isXChosen = false,
+  children,
+  isOpenAtFirst = false,
 }: ChartControlsProps) {
   const change = useSearchChange();
   const first = isXChosen ? "" : "batches";
@@ -73,85 +78,92 @@ export function ChartControls({
     { value: "time", label: "Time" },
     ...xNames.map((name) => ({ value: name, label: name })),
   ];
-  const [isOpen, setOpen] = useState(false);
+  const [isOpen, setOpen] = useState(isOpenAtFirst);
   return (
-    <Group gap="8px 16px" align="flex-end" mb="md">
-      {metrics && (
-        <Select
-          label="Metric"
-          size="xs"
-          w={190}
-          data={[...metrics]}
-          {...manyChoices(metrics.length)}
-          value={metric ?? null}
-          allowDeselect={false}
-          onChange={(value) => change({ metric: value ?? undefined })}
-        />
-      )}
-      <Button
-        size="xs"
-        variant="default"
-        className="phone-only"
-        aria-expanded={isOpen}
-        onClick={() => setOpen(!isOpen)}
-      >
-        Chart options
-      </Button>
-      <Group
-        gap="8px 16px"
-        align="flex-end"
-        flex="1 1 0"
-        className="phone-folded"
-        data-open={isOpen || undefined}
-      >
-        <Select
-          label="X axis"
-          size="xs"
-          w={130}
-          data={xData}
-          {...manyChoices(xData.length)}
-          value={search.x ?? first}
-          allowDeselect={false}
-          onChange={(value) =>
-            change({ x: value === first ? undefined : value, from: undefined, to: undefined })
-          }
-        />
-        <div style={{ flex: "1 1 90px", maxWidth: 150 }}>
-          <Text size="xs" fw={600} id="smoothing-label">
-            Smoothing {search.smooth ? search.smooth.toFixed(2) : "off"}
-          </Text>
-          <Slider
-            size="sm"
-            my={8}
-            min={0}
-            max={0.99}
-            step={0.01}
-            label={null}
-            value={search.smooth ?? 0}
-            onChange={(value) => change({ smooth: value === 0 ? undefined : value })}
-            thumbProps={{ "aria-labelledby": "smoothing-label" }}
+    <>
+      <Group gap="8px 16px" align="flex-end" mb="md">
+        {metrics && (
+          <Select
+            label="Metric"
+            size="xs"
+            w={190}
+            data={[...metrics]}
+            {...manyChoices(metrics.length)}
+            value={metric ?? null}
+            allowDeselect={false}
+            onChange={(value) => change({ metric: value ?? undefined })}
           />
-        </div>
-        {SWITCHES.map(([name, label]) => (
-          <Switch
-            key={name}
-            size="sm"
-            label={label}
-            checked={search[name] === true}
-            onChange={(event) => change({ [name]: event.currentTarget.checked || undefined })}
-          />
-        ))}
-      </Group>
-      {zoomOf(search) !== null && (
+        )}
         <Button
           size="xs"
           variant="default"
-          leftSection={<IconZoomReset size={16} />}
-          onClick={() => change(zoomSearch(null), true)}
+          className="phone-only"
+          aria-expanded={isOpen}
+          onClick={() => setOpen(!isOpen)}
         >
-          Show all
+          Chart options
         </Button>
+        <Group
+          gap="8px 16px"
+          align="flex-end"
+          flex="1 1 0"
+          className="phone-folded"
+          data-open={isOpen || undefined}
+        >
+          <Select
+            label="X axis"
+            size="xs"
+            w={130}
+            data={xData}
+            {...manyChoices(xData.length)}
+            value={search.x ?? first}
+            allowDeselect={false}
+            onChange={(value) =>
+              change({ x: value === first ? undefined : value, from: undefined, to: undefined })
+            }
+          />
+          <div style={{ flex: "1 1 90px", maxWidth: 150 }}>
+            <Text size="xs" fw={600} id="smoothing-label">
+              Smoothing {search.smooth ? search.smooth.toFixed(2) : "off"}
+            </Text>
+            <Slider
+              size="sm"
+              my={8}
+              min={0}
+              max={0.99}
+              step={0.01}
+              label={null}
+              value={search.smooth ?? 0}
+              onChange={(value) => change({ smooth: value === 0 ? undefined : value })}
+              thumbProps={{ "aria-labelledby": "smoothing-label" }}
+            />
+          </div>
+          {SWITCHES.map(([name, label]) => (
+            <Switch
+              key={name}
+              size="sm"
+              label={label}
+              checked={search[name] === true}
+              onChange={(event) => change({ [name]: event.currentTarget.checked || undefined })}
+            />
+          ))}
+        </Group>
+        {zoomOf(search) !== null && (
+          <Button
+            size="xs"
+            variant="default"
+            leftSection={<IconZoomReset size={16} />}
+            onClick={() => change(zoomSearch(null), true)}
+          >
+            Show all
+          </Button>
+        )}
+      </Group>
+      {children && (
+        <div className="phone-folded" data-open={isOpen || undefined}>
+          {children}
+        </div>
       )}
-    </Group>
+    </>
   );
 }

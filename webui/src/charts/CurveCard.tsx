@@ -61,7 +61,7 @@ export function CurveCard(props: CurveCardProps) {
   };
   const clipped = search.clip ? numClipped(shown, zoom, search.log === true) : 0;
   return (
-    <section className="card" aria-label={title}>
+    <section className="card curve-card" aria-label={title}>
       <Group justify="space-between" wrap="nowrap" mb={4}>
         <Title order={2} size="h5" className="wrap-anywhere">
           {title}

@@ -122,7 +122,7 @@ export function CodeView(props: CodeViewProps) {
                 color: "#ffffff",
               },
               // There is no room for it beside the list.
-              "@media (max-width: 48em)": { ".cm-completionInfo": { display: "none" } },
+              "@media not all and (min-width: 48em)": { ".cm-completionInfo": { display: "none" } },
             },
             { dark: scheme === "dark" },
           ),

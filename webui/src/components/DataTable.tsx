@@ -1,12 +1,12 @@
 /** A table that stays smooth with tens of thousands of rows. */
 
 import { Checkbox, UnstyledButton } from "@mantine/core";
-import { useMediaQuery } from "@mantine/hooks";
 import { IconArrowDown, IconArrowUp } from "@tabler/icons-react";
 import { createColumnHelper, tableFeatures, useTable } from "@tanstack/react-table";
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { memo, type ReactNode, useCallback, useEffect, useMemo, useRef } from "react";
 
+import { useIsPhone } from "../lib/width";
 import classes from "./DataTable.module.css";
 
 const features = tableFeatures({});
@@ -91,7 +91,7 @@ export function DataTable<Row extends object>(props: DataTableProps<Row>) {
     (id: string) => onSelect?.(toggled(selected ?? new Set(), id)),
     [onSelect, selected],
   );
-  const isNarrow = useMediaQuery("(max-width: 48em)", false, { getInitialValueInEffect: false });
+  const isNarrow = useIsPhone();
   const widthOf = (column: Column<Row>) => (isNarrow && column.narrowWidth) || column.width;
   const template = [
     ...(onSelect ? ["44px"] : []),

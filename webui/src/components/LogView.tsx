@@ -96,7 +96,7 @@ export function LogView({ source, search, name, isOf, showsTrials, note }: LogVi
   const problem = error === null ? null : problemOf(error);
   const isFiltered = (["q", ...FILTERS] as const).some((name) => search[name] !== undefined);
   return (
-    <section aria-label="Logs">
+    <section aria-label="Logs" className={classes.view}>
       {note && (
         <Text size="sm" c="dimmed" mb="sm">
           {note}
@@ -329,9 +329,11 @@ function Lines(props: LinesProps) {
     overscan: 30,
     getItemKey: (index) => `${lines[index]?.trial_id}-${lines[index]?.id}`,
   });
+  // A lower box would hide the newest lines.
+  const height = virtual.scrollRect?.height;
   useEffect(() => {
     if (isFollowing) virtual.scrollToIndex(lines.length - 1, { align: "end" });
-  }, [lines, isFollowing, virtual]);
+  }, [lines, isFollowing, virtual, height]);
   const targetIndex = target === undefined ? -1 : lines.findIndex((line) => line.id === target);
   useEffect(() => {
     if (targetIndex >= 0) virtual.scrollToIndex(targetIndex, { align: "center" });

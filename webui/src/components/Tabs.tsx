@@ -1,8 +1,9 @@
 /** The views of one thing, each with its own address. */
 
-import { Link, useRouterState } from "@tanstack/react-router";
-import { useEffect, useRef } from "react";
+import { Link, Outlet, useRouterState } from "@tanstack/react-router";
+import { type ReactNode, useEffect, useRef } from "react";
 
+import { useIsPhone } from "../lib/width";
 import classes from "./Tabs.module.css";
 
 export interface TabLink {
@@ -35,5 +36,30 @@ export function TabLinks({ label, tabs }: { label: string; tabs: readonly TabLin
         </Link>
       ))}
     </nav>
+  );
+}
+
+interface TabbedPageProps {
+  head: ReactNode;
+  /** Facts and messages, above the tabs. */
+  notes: ReactNode;
+  label: string;
+  tabs: readonly TabLink[];
+}
+
+/** The page of one thing; on a phone its notes are below the logs, whose tail is in sight. */
+export function TabbedPage({ head, notes, label, tabs }: TabbedPageProps) {
+  const isAtLogs = useRouterState({ select: (state) => state.location.pathname.endsWith("/logs") });
+  const isTailFirst = useIsPhone() && isAtLogs;
+  return (
+    <>
+      <div className={isTailFirst ? classes.screen : undefined}>
+        {head}
+        {!isTailFirst && notes}
+        <TabLinks label={label} tabs={tabs} />
+        <Outlet />
+      </div>
+      {isTailFirst && notes}
+    </>
   );
 }

@@ -1,7 +1,12 @@
-/** The width of an element. */
+/** The width of an element, and of the page. */
 
-import { useElementSize } from "@mantine/hooks";
+import { useElementSize, useMediaQuery } from "@mantine/hooks";
 import { useCallback, useState } from "react";
+
+/** Whether the page is as narrow as a phone, by the query of the style sheets. */
+export function useIsPhone(): boolean {
+  return useMediaQuery("not all and (min-width: 48em)", false, { getInitialValueInEffect: false });
+}
 
 /** Follow an element's width, which is known before the element is painted for the first time. */
 export function useWidth(): { ref: (element: HTMLElement | null) => void; width: number } {

@@ -4,7 +4,7 @@ import { SegmentedControl, Text } from "@mantine/core";
 import { useThrottledCallback } from "@mantine/hooks";
 import { useQueries, useQuery, useQueryClient } from "@tanstack/react-query";
 import { useSearch } from "@tanstack/react-router";
-import { useMemo } from "react";
+import { useMemo, useState } from "react";
 
 import { keys } from "../api/keys";
 import { problemOf } from "../api/problem";
@@ -35,6 +35,9 @@ export function Compare() {
   const search = useSearch({ from: "/compare" });
   const change = useSearchChange();
   const list = useQuery(runsQuery(runFilterOf(search)));
+  // The box in which a query is mended stays while the mended one is answered.
+  const [hasAnswered, setAnswered] = useState(false);
+  if (!hasAnswered && !list.isPending) setAnswered(true);
   useFollowing();
   const { group = NOTHING, sort, base, on = NOTHING, off = NOTHING, top = NOTHING } = search;
   const first = search.first ?? FIRST_ON;
@@ -57,8 +60,8 @@ export function Compare() {
         <ProblemView error={list.error} onRetry={() => void list.refetch()} />
       )}
       {gone !== "" && <Failure title="Not here any more" message={gone} />}
-      {list.isPending && <Waiting what="runs" />}
-      {(list.isSuccess || isQueryError(list.error)) && (
+      {!hasAnswered && <Waiting what="runs" />}
+      {hasAnswered && (!list.isError || isQueryError(list.error)) && (
         <div className={classes.workspace}>
           <RunList
             rows={rows}
@@ -85,7 +88,9 @@ export function Compare() {
               value={view}
               onChange={(value) => change({ view: value === "charts" ? undefined : value })}
             />
-            {runs.length === 0 ? (
+            {list.isPending ? (
+              <Waiting what="runs" />
+            ) : runs.length === 0 ? (
               <Empty title="Nothing to compare yet">
                 No run is found. Change the search, or start an experiment.
               </Empty>

@@ -82,20 +82,28 @@ export function Panels({ rows, runs, search }: PanelsProps) {
   const numHidden = panels.filter(({ id }) => hidden.includes(id)).length;
   return (
     <>
-      <ChartControls search={search} xNames={xNames} isXChosen={axes.isChosen} />
-      <Group gap="xs" align="flex-start">
-        <ChartFilter
-          value={q}
-          numShown={matching.length}
-          numAll={panels.length}
-          {...{ isExpression, problem }}
-        />
-        {numHidden > 0 && (
-          <Button size="xs" variant="default" onClick={() => change({ hidden: undefined })}>
-            Show {plural(numHidden, "hidden panel")}
-          </Button>
-        )}
-      </Group>
+      <ChartControls
+        // Another view may filter its charts.
+        key={search.saved}
+        search={search}
+        xNames={xNames}
+        isXChosen={axes.isChosen}
+        isOpenAtFirst={q !== ""}
+      >
+        <Group gap="xs" align="flex-start">
+          <ChartFilter
+            value={q}
+            numShown={matching.length}
+            numAll={panels.length}
+            {...{ isExpression, problem }}
+          />
+          {numHidden > 0 && (
+            <Button size="xs" variant="default" onClick={() => change({ hidden: undefined })}>
+              Show {plural(numHidden, "hidden panel")}
+            </Button>
+          )}
+        </Group>
+      </ChartControls>
       {matching.length === 0 && (
         <Empty title="No metric matches">
           {isExpression

@@ -13,14 +13,14 @@ import {
 } from "@mantine/core";
 import { IconDots, IconPinned } from "@tabler/icons-react";
 import { useVirtualizer } from "@tanstack/react-virtual";
-import { useMemo, useRef } from "react";
+import { useMemo, useRef, useState } from "react";
 
 import { manyChoices, useSearchChange } from "../../charts/ChartControls";
 import { lineStyle } from "../../charts/palette";
 import { LineMark } from "../../charts/CurveCard";
 import { LazyMenu } from "../../components/LazyMenu";
 import { RowLink } from "../../components/links";
-import { QueryBox } from "../../components/QueryBox";
+import { isQueryError, QueryBox } from "../../components/QueryBox";
 import type { Condition } from "../../lib/conditions";
 import { plural } from "../../lib/numbers";
 import {
@@ -34,6 +34,7 @@ import {
   withDifference,
 } from "../../lib/runs";
 import { type CompareSearch, TRIAL_STATES } from "../../lib/search";
+import { useIsPhone } from "../../lib/width";
 import { ConditionChoice } from "../ExperimentColumns";
 import classes from "./Compare.module.css";
 
@@ -56,49 +57,71 @@ export function RunList({ rows, runs, total, shown, search, error }: RunListProp
   const isAll = rows.length > 0 && shown.size === rows.length;
   const noun = isGrouped ? "group" : "run";
   const isNarrowed = search.trials !== undefined || search.experiments !== undefined;
+  const isPhone = useIsPhone();
+  const [isOpened, setOpened] = useState(false);
+  const isOpen = !isPhone || isOpened || isQueryError(error);
+  const count = (
+    <Group gap="xs" mb={6} justify="space-between">
+      <Group gap="xs" wrap="nowrap">
+        <Checkbox
+          size="xs"
+          aria-label={`Show all ${noun}s`}
+          checked={isAll}
+          indeterminate={!isAll && shown.size > 0}
+          onChange={() => change({ first: isAll ? 0 : rows.length, on: undefined, off: undefined })}
+        />
+        <Text size="xs" role="status">
+          {shown.size.toLocaleString("en")} of {plural(rows.length, noun)} shown
+        </Text>
+      </Group>
+      {isNarrowed && (
+        <Button
+          size="compact-xs"
+          variant="subtle"
+          onClick={() => change({ ...NARROWED, ...SWITCHES })}
+        >
+          All runs
+        </Button>
+      )}
+      <Button
+        size="xs"
+        variant="default"
+        className="phone-only"
+        aria-expanded={isOpen}
+        onClick={() => setOpened(!isOpen)}
+      >
+        Choose runs
+      </Button>
+    </Group>
+  );
   return (
     <section className={classes.runs} aria-label="Runs">
-      <QueryBox
-        label="Search runs by experiment, label or id"
-        mb={6}
-        value={search.runs ?? ""}
-        onChange={(runs) => change({ runs: runs || undefined })}
-        error={error}
-      />
-      <RunFilters search={search} />
-      <Controls runs={runs} search={search} />
-      <Group gap="xs" my={6} justify="space-between" wrap="nowrap">
-        <Group gap="xs" wrap="nowrap">
-          <Checkbox
-            size="xs"
-            aria-label={`Show all ${noun}s`}
-            checked={isAll}
-            indeterminate={!isAll && shown.size > 0}
-            onChange={() =>
-              change({ first: isAll ? 0 : rows.length, on: undefined, off: undefined })
-            }
+      {isPhone && count}
+      {isOpen && (
+        <>
+          <QueryBox
+            label="Search runs by experiment, label or id"
+            mb={6}
+            value={search.runs ?? ""}
+            onChange={(runs) => {
+              // Nothing folds while one mends what was wrong.
+              setOpened(true);
+              change({ runs: runs || undefined });
+            }}
+            error={error}
           />
-          <Text size="xs" role="status">
-            {shown.size.toLocaleString("en")} of {plural(rows.length, noun)} shown
-          </Text>
-        </Group>
-        {isNarrowed && (
-          <Button
-            size="compact-xs"
-            variant="subtle"
-            onClick={() => change({ ...NARROWED, ...SWITCHES })}
-          >
-            All runs
-          </Button>
-        )}
-      </Group>
+          <RunFilters search={search} />
+          <Controls runs={runs} search={search} />
+        </>
+      )}
+      {!isPhone && count}
       {total > runs.length && (
         <Text size="xs" c="dimmed" mb={4}>
           The newest {runs.length.toLocaleString("en")} of {plural(total, "run")}: search for
           others.
         </Text>
       )}
-      <Rows rows={rows} shown={shown} search={search} />
+      {isOpen && <Rows rows={rows} shown={shown} search={search} />}
     </section>
   );
 }
@@ -170,7 +193,7 @@ function Controls({ runs, search }: { runs: readonly Run[]; search: CompareSearc
         value={group.filter((one) => groupings.some(({ value }) => value === one))}
         onChange={(chosen) => change({ group: chosen.length > 0 ? chosen : undefined, ...OF_ROWS })}
       />
-      <Group gap={6} wrap="nowrap">
+      <Group gap={6} mb={6} wrap="nowrap">
         <Select
           aria-label="Sort runs"
           size="xs"

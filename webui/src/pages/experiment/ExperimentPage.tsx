@@ -1,6 +1,6 @@
 import { Badge, Code, Group, Text } from "@mantine/core";
 import { useQuery } from "@tanstack/react-query";
-import { Outlet, useParams } from "@tanstack/react-router";
+import { useParams } from "@tanstack/react-router";
 
 import { experimentQuery, statusQuery } from "../../api/queries";
 import type { Experiment } from "../../api/types";
@@ -9,7 +9,7 @@ import { Failure, LostRecords, ProblemView, Waiting, Warnings } from "../../comp
 import { LinkText } from "../../components/links";
 import { PageHead } from "../../components/PageHead";
 import { StateBadge } from "../../components/StateBadge";
-import { TabLinks } from "../../components/Tabs";
+import { TabbedPage } from "../../components/Tabs";
 import { isId } from "../../lib/search";
 import { interactiveKind, isTerminal, shownExperimentState } from "../../lib/states";
 import { useTitle } from "../../lib/title";
@@ -38,35 +38,41 @@ export function ExperimentPage() {
   const problems = isGoing ? (status.data?.problems ?? []) : [];
   const own = problems.filter((problem) => problem.startsWith(`Experiment ${id} `));
   return (
-    <>
-      <PageHead
-        above={
-          <>
-            <LinkText to="/experiments">Experiments</LinkText> / {id}
-          </>
-        }
-        title={experiment.name}
-        beside={<StateBadge state={shownExperimentState(experiment)} />}
-        actions={<ExperimentActions experiment={experiment} />}
-      />
-      {answer.isError && <ProblemView error={answer.error} />}
-      <Origin experiment={experiment} />
-      {experiment.error && (
-        <Failure title="The experiment failed" message={experiment.error}>
-          <LinkText to="/experiments/$id/logs" params={{ id }} size="sm">
-            Read the logs
-          </LinkText>
-        </Failure>
-      )}
-      <Warnings messages={[...(experiment.warnings ?? []), ...own]} />
-      <LostRecords count={experiment.num_records_lost ?? 0}>
-        <LinkText to="/experiments/$id/logs" params={{ id }} size="sm">
-          Read the logs
-        </LinkText>
-      </LostRecords>
-      <TabLinks label="Views of the experiment" tabs={tabsOf(experiment)} />
-      <Outlet />
-    </>
+    <TabbedPage
+      head={
+        <PageHead
+          above={
+            <>
+              <LinkText to="/experiments">Experiments</LinkText> / {id}
+            </>
+          }
+          title={experiment.name}
+          beside={<StateBadge state={shownExperimentState(experiment)} />}
+          actions={<ExperimentActions experiment={experiment} />}
+        />
+      }
+      notes={
+        <>
+          {answer.isError && <ProblemView error={answer.error} />}
+          <Origin experiment={experiment} />
+          {experiment.error && (
+            <Failure title="The experiment failed" message={experiment.error}>
+              <LinkText to="/experiments/$id/logs" params={{ id }} size="sm">
+                Read the logs
+              </LinkText>
+            </Failure>
+          )}
+          <Warnings messages={[...(experiment.warnings ?? []), ...own]} />
+          <LostRecords count={experiment.num_records_lost ?? 0}>
+            <LinkText to="/experiments/$id/logs" params={{ id }} size="sm">
+              Read the logs
+            </LinkText>
+          </LostRecords>
+        </>
+      }
+      label="Views of the experiment"
+      tabs={tabsOf(experiment)}
+    />
   );
 }
 

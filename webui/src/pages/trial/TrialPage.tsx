@@ -2,7 +2,7 @@ import { Button, Group, Text } from "@mantine/core";
 import { notifications } from "@mantine/notifications";
 import { IconPlayerTrackNext, IconSkull } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
-import { Outlet, useNavigate, useParams } from "@tanstack/react-router";
+import { useNavigate, useParams } from "@tanstack/react-router";
 import { useState } from "react";
 
 import { continueTrial, killTrial } from "../../api/actions";
@@ -18,7 +18,7 @@ import { LinkButton, LinkText } from "../../components/links";
 import { WatchButton } from "../../components/Marks";
 import { PageHead } from "../../components/PageHead";
 import { StateBadge } from "../../components/StateBadge";
-import { TabLinks } from "../../components/Tabs";
+import { TabbedPage } from "../../components/Tabs";
 import { batchesOf, restartsOf } from "../../lib/attempts";
 import { formatNumber, formatPercent, toNumber } from "../../lib/numbers";
 import { isId } from "../../lib/search";
@@ -49,58 +49,62 @@ export function TrialPage() {
     );
   const at = `/trials/${id}`;
   return (
-    <>
-      <PageHead
-        above={
-          <>
-            <LinkText to="/experiments">Experiments</LinkText> /{" "}
-            <LinkText to="/experiments/$id" params={{ id: trial.experiment_id }}>
-              {experiment?.name ?? trial.experiment_id}
+    <TabbedPage
+      head={
+        <PageHead
+          above={
+            <>
+              <LinkText to="/experiments">Experiments</LinkText> /{" "}
+              <LinkText to="/experiments/$id" params={{ id: trial.experiment_id }}>
+                {experiment?.name ?? trial.experiment_id}
+              </LinkText>
+            </>
+          }
+          title={`Trial ${id}`}
+          beside={<StateBadge state={shownTrialState(trial, experiment?.state)} />}
+          actions={experiment && <TrialActions trial={trial} experiment={experiment} />}
+        />
+      }
+      notes={
+        <>
+          {answer.isError && <ProblemView error={answer.error} />}
+          <div className="card">
+            <Facts isShort items={factsOf(trial, experiment)} />
+          </div>
+          {trial.error && (
+            <Failure title="The trial failed" message={trial.error}>
+              <LinkText to="/trials/$id/logs" params={{ id }} size="sm">
+                Read the logs
+              </LinkText>
+            </Failure>
+          )}
+          <LostRecords count={trial.num_records_lost ?? 0}>
+            <LinkText to="/trials/$id/logs" params={{ id }} size="sm">
+              Read the logs
             </LinkText>
-          </>
-        }
-        title={`Trial ${id}`}
-        beside={<StateBadge state={shownTrialState(trial, experiment?.state)} />}
-        actions={experiment && <TrialActions trial={trial} experiment={experiment} />}
-      />
-      {answer.isError && <ProblemView error={answer.error} />}
-      <div className="card">
-        <Facts isShort items={factsOf(trial, experiment)} />
-      </div>
-      {trial.error && (
-        <Failure title="The trial failed" message={trial.error}>
-          <LinkText to="/trials/$id/logs" params={{ id }} size="sm">
-            Read the logs
-          </LinkText>
-        </Failure>
-      )}
-      <LostRecords count={trial.num_records_lost ?? 0}>
-        <LinkText to="/trials/$id/logs" params={{ id }} size="sm">
-          Read the logs
-        </LinkText>
-      </LostRecords>
-      {trial.status && (
-        <Text size="sm" mt="xs">
-          It says: {trial.status}
-        </Text>
-      )}
-      {shownTrialState(trial, experiment?.state) === "QUEUED" && <WhyQueued trialId={id} />}
-      <AlertList alerts={trial.alerts ?? []} />
-      <TabLinks
-        label="Views of the trial"
-        tabs={[
-          { label: "Metrics", to: at, isIndex: true },
-          { label: "Media", to: `${at}/media` },
-          { label: "Checkpoints", to: `${at}/checkpoints` },
-          { label: "Hyperparameters", to: `${at}/hyperparameters` },
-          { label: "Profiler", to: `${at}/profiler` },
-          { label: `Attempts ${trial.num_attempts}`, to: `${at}/attempts` },
-          { label: "Lineage", to: `${at}/lineage` },
-          { label: "Logs", to: `${at}/logs` },
-        ]}
-      />
-      <Outlet />
-    </>
+          </LostRecords>
+          {trial.status && (
+            <Text size="sm" mt="xs">
+              It says: {trial.status}
+            </Text>
+          )}
+          {shownTrialState(trial, experiment?.state) === "QUEUED" && <WhyQueued trialId={id} />}
+          <AlertList alerts={trial.alerts ?? []} />
+        </>
+      }
+
+      label="Views of the trial"
+      tabs={[
+        { label: "Metrics", to: at, isIndex: true },
+        { label: "Media", to: `${at}/media` },
+        { label: "Checkpoints", to: `${at}/checkpoints` },
+        { label: "Hyperparameters", to: `${at}/hyperparameters` },
+        { label: "Profiler", to: `${at}/profiler` },
+        { label: `Attempts ${trial.num_attempts}`, to: `${at}/attempts` },
+        { label: "Lineage", to: `${at}/lineage` },
+        { label: "Logs", to: `${at}/logs` },
+      ]}
+    />
   );
 }
 

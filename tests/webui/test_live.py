@@ -79,9 +79,13 @@ def own(project: Path, master_of: Any, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.slow
-def test_a_million_points_keep_their_extremes_and_refine_on_zoom(own: Any, open_page: Any) -> None:
+def test_a_million_points_keep_their_extremes_and_refine_on_zoom(
+    own: Any, open_page: Any, scroll_to: Any
+) -> None:
     page = open_page(own, f"/trials/{own.long_trial}")
-    expect(page.get_by_role("img", name=re.compile("^wave: 1 line"))).to_be_visible()
+    chart = page.get_by_role("img", name=re.compile("^wave: 1 line"))
+    scroll_to(chart)
+    expect(chart).to_be_visible()
     with page.expect_download() as download:
         page.get_by_role("button", name="Download wave").click()
         page.get_by_role("menuitem", name="CSV").click()

@@ -166,6 +166,7 @@ def test_a_workspace_draws_groups_and_keeps_its_view_in_the_address(
     assert len(sent.value.post_data_json["metrics"]) == 2
     scroll_to(chart)
     expect(chart).to_be_visible()
+    unfold(page, "Choose runs")
     expect(runs.get_by_role("listitem").filter(has_text="lr 0.2")).to_contain_text("3 runs")
     expect(page.get_by_role("button", name="Show 1 hidden panel")).to_be_visible()
     expect(page.get_by_role("button", name="Pinned 1 panel")).to_be_visible()

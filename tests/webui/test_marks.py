@@ -87,7 +87,7 @@ def test_what_ended_while_no_tab_was_open_is_told_without_permission_too(
 
 
 def test_stars_are_kept_on_the_master_and_filter_the_list(
-    master: Any, open_page: Any, find_problems: Any, tmp_path: Path
+    master: Any, open_page: Any, unfold: Any, find_problems: Any, tmp_path: Path
 ) -> None:
     """Set in the list and on the page, seen by another browser, opened by Compare as a view."""
     (tmp_path / "train.py").write_text("")
@@ -112,6 +112,7 @@ def test_stars_are_kept_on_the_master_and_filter_the_list(
     other.goto("/compare")
     other.get_by_role("button", name="Views").click()
     other.get_by_role("menuitem", name="Starred by").click()
+    unfold(other, "Choose runs")
     expect(other.get_by_text("starred 2").first).to_be_visible()
     expect(other.get_by_text("starred 1")).to_have_count(0)
     other.goto("/experiments?starred=true")

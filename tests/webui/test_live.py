@@ -98,6 +98,7 @@ def test_a_million_points_keep_their_extremes_and_refine_on_zoom(
     # The address holds the zoom, so a link shows the same part: here every point of it.
     page.goto(f"/trials/{own.long_trial}?table=true&from={SPIKE - 2}&to={SPIKE + 2}")
     table = page.get_by_role("table", name="wave")
+    scroll_to(table)
     for step in (SPIKE - 2, SPIKE - 1, SPIKE + 1, SPIKE + 2):
         row = table.get_by_role("row").filter(has_text=f"{step:,}")
         expect(row.get_by_role("cell").last).to_have_text(str(step % 1000))

@@ -54,7 +54,8 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
             *("architecture.md", "exactness.md", "who-resumes-exactly.md", "durability.md"),
             *("liveness.md", "lost-data.md", "proof.md"),
         ],
-        "Decisions": ["decisions/README.md", "decisions/*.md"],
+        # Each page lists its group, so the records stand in their own list alone.
+        "Decisions": ["decisions/README.md"],
     },
     "Troubleshooting": {
         "": ["troubleshooting.md", "faq.md", "upgrading.md", "CHANGELOG.md", "CONTRIBUTING.md"],
@@ -71,6 +72,11 @@ _LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml", ".toml": "toml", ".
 
 class SiteError(Exception):
     """Raised when the site is not as it must be; each line of the message is one fault."""
+
+
+def is_record(place: str) -> bool:
+    """Return whether a page is the record of one decision."""
+    return fnmatch(place, "decisions/[0-9]*.md")
 
 
 class Pages:
@@ -157,7 +163,7 @@ class Pages:
                 places = list(take(patterns))
                 entries += places if not part else [{part: places}] if places else []
             groups += [{title: entries}] if entries else []
-        left -= {"LICENSE.md", "CITATION.cff.md"}
+        left -= {"LICENSE.md", "CITATION.cff.md", *filter(is_record, left)}
         if left:
             raise SiteError(
                 "\n".join(f"{place}: the page stands in no group." for place in sorted(left))

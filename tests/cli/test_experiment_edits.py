@@ -162,12 +162,17 @@ def test_a_stopped_trial_stores_a_checkpoint_and_ends(mastered: Any, code: Path)
     deadline = time.monotonic() + 200
     while describe()["steps_completed"] < 2 and time.monotonic() < deadline:
         time.sleep(0.2)
+    # An unknown trial leaves the others as they are.
+    for command in ("stop", "kill"):
+        assert "999999" in mastered("t", command, trial, 999999, code=1).stderr
+    assert describe()["state"] == "RUNNING"
     assert mastered("t", "stop", trial).stdout.startswith(f"Trial {trial} is STOPPING.")
     mastered("e", "wait", newest, code=None)
     found = describe()
     assert (found["state"], found["stop_reason"]) == ("CANCELED", "stopped by the user")
     # A kill would have ended it by a signal, in the middle of its wait.
     assert found["attempts"][-1]["exit"]["outcome"] == "preempted"
+    assert "preempted: stopped by the user" in mastered("t", "describe", trial).stdout
     assert found["latest_checkpoint"] is not None
     # Stopped once, it stays so.
     assert mastered("t", "stop", trial).stdout == f"Trial {trial} is CANCELED.\n"

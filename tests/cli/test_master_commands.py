@@ -503,6 +503,21 @@ def test_a_search_is_followed_and_ends_with_a_leaderboard(mastered: Any, code: P
     assert metrics[0] == pytest.approx(min(rates) / 3, abs=1e-3)
 
 
+def test_a_search_that_its_limit_ends_says_so(mastered: Any, code: Path) -> None:
+    result = mastered(
+        *("e", "create", code / "config.yaml", code, "-f"),
+        *("--config", "searcher={name: random, metric: loss, max_trials: 4}"),
+        *("--config", "searcher.limits.max_trials=2"),
+        *("--config", "hyperparameters.lr={type: double, minval: 1, maxval: 2}"),
+    )
+    told = "the search has reached its limit `max_trials` of 2, with 2 of 2 trials"
+    assert told in result.stdout
+    experiment = re.search(r"Experiment (\d+)", result.stdout)
+    assert experiment is not None
+    assert told in " ".join(mastered("e", "describe", experiment[1]).stdout.split())
+    assert told in mastered("e", "wait", experiment[1]).stdout
+
+
 def test_a_failing_script_shows_its_traceback_and_ends_with_1(mastered: Any, code: Path) -> None:
     (code / "train.py").write_text("raise ValueError('no such data')\n")
     result = mastered("e", "create", code / "config.yaml", code, "-f", code=1)

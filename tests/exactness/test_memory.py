@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline._base.files import run_memory
+from paceline._base.run_memory import run_memory
 from paceline.testing import Fault, FaultOutcome
 from paceline.testing._compare_runs import find_run, read_run_facts
 

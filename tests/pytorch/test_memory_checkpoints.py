@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, pytorch
-from paceline._base.files import own_run_memory, remove_leftover_directories, run_memory
+from paceline._base.files import remove_leftover_directories
+from paceline._base.run_memory import own_run_memory, run_memory
 from paceline.core._run_storage import memory_storage, newest_in_memory
 from paceline.journal import RunDirectory
 from paceline.pytorch import _memory_checkpoints

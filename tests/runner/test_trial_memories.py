@@ -1,19 +1,22 @@
 """Memory of a trial: which attempt gets its states, and when it is removed."""
 
+import fcntl
 import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from paceline._base.files import own_run_memory, remove_leftover_directories, run_memory
+from paceline._base.files import remove_leftover_directories
 from paceline._base.journal_files import JournalWriter
 from paceline._base.journal_records import AttemptStarted, check_seal, seal
 from paceline._base.run_directory import JournalKey, RunDirectory, RunInfo
+from paceline._base.run_memory import own_run_memory, run_memory
 from paceline._cluster.messages.runner_messages import AttemptSpec, MasterAddress
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
@@ -247,10 +250,33 @@ def test_one_process_at_a_time_uses_the_memory(
     (Path(path) / "claim").unlink()
     with run_memory(is_wanted=False):
         assert not state.exists()
+        with pytest.raises(BlockingIOError):
+            own_run_memory(is_alone=True)
+        put_state(path)
+    with run_memory(is_wanted=False):
+        assert state.exists()
     # Another place is the job's wish.
     monkeypatch.setenv("PACELINE_MEMORY_DIR", str(tmp_path))
     with run_memory(is_wanted=False) as none:
         assert not none
+
+
+def test_memory_holds_no_file_open_for_writing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each worker searches all of its objects for files to flush when it ends."""
+
+    def writable() -> set[str]:
+        found = set()
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE:
+                    found.add(name)
+        return found
+
+    monkeypatch.setenv("PACELINE_TRIAL_MEMORY", node.begin(1))
+    before = writable()
+    with run_memory(is_wanted=False) as variables:
+        assert variables
+        assert writable() == before
 
 
 def test_the_key_is_not_sent_if_reports_cannot_be_stored(node: Node) -> None:

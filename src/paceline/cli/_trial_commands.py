@@ -372,7 +372,8 @@ def kill(trials: TrialIds) -> None:
     """Kill trials at once, without a checkpoint."""
 
     with connect() as client:
-        killed = [client.get_trial(trial).kill() for trial in trials]
+        # None is touched if one of them is not there.
+        killed = [trial.kill() for trial in [*map(client.get_trial, trials)]]
     told = [f"Trial {trial.id} is {trial.data.shown_state.value}." for trial in killed]
     print_answer([trial.data for trial in killed], "\n".join(told))
 
@@ -384,7 +385,7 @@ def stop(trials: TrialIds) -> None:
     They are CANCELED then; STOPPED are those that the search has stopped.
     """
     with connect() as client:
-        stopped = [client.get_trial(trial).stop() for trial in trials]
+        stopped = [trial.stop() for trial in [*map(client.get_trial, trials)]]
     told = [
         f"Trial {trial.id} is {trial.data.shown_state.value}."
         f"{' It stores a checkpoint and ends.' if trial.data.is_running else ''}"

@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 from uuid import uuid4
 
 from paceline._base.arguments_and_errors import text_of
-from paceline._base.files import own_run_memory, write_atomically
+from paceline._base.files import write_atomically
 from paceline._base.run_directory import RunDirectory, RunInfo
+from paceline._base.run_memory import own_run_memory
 from paceline.core._arguments import DistributedPeerError
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._launcher_place import launched_place

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline._base.arguments_and_errors import CollectiveMismatchError
-from paceline._base.files import run_memory
 from paceline._base.gpus import num_visible_gpus
 from paceline._base.process_and_network import LOOPBACK, PortReservation, join_colors, num_cores
+from paceline._base.run_memory import run_memory
 from paceline._training.workers.launch_nodes import LaunchNodes
 from paceline._training.workers.process_pools import ProgramPool, WorkerCommand, WorkerVariables
 from paceline._training.workers.processes.signals_and_leftovers import sweeping_after_kill

@@ -24,8 +24,9 @@ import xxhash
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline._base.files import MEMORY_DIRECTORY_VARIABLE, memory_root, opened_directory
+from paceline._base.files import opened_directory
 from paceline._base.process_and_network import num_cores
+from paceline._base.run_memory import MEMORY_DIRECTORY_VARIABLE, memory_root
 from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver
 from paceline._training.engine.checkpoints.state_format import save_state
 from paceline._training.engine.gradient_reduction import plain_model

@@ -291,6 +291,22 @@ def test_a_continued_trial_must_train_further_where_its_source_has_reported(
     bench.check_replay(created)
 
 
+def test_a_search_over_another_trial_that_reports_nothing_ends_at_its_first_trial(
+    bench: Any,
+) -> None:
+    finished_trial(bench, "single")
+    bench.end(bench.rows(tables.attempts)[0].id)
+    created = bench.create("halving", searcher={"source_trial_id": 1})
+    first = bench.trials(created)[0]
+    bench.end(bench.start(first.id))
+    row = bench.experiment(created)
+    # What a search needs is its metric: without any, further trials would be as useless.
+    assert f"Trial {first.id}: " in (row.error or "")
+    assert "must train further" not in row.error
+    assert row.state in ("ERROR", "STOPPING_ERROR")
+    bench.check_replay(created)
+
+
 def test_a_trial_without_a_checkpoint_cannot_be_continued(bench: Any) -> None:
     bench.create("single")
     with pytest.raises(RefusedError, match="Trial 1 must have a checkpoint") as e:

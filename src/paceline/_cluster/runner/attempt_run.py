@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from paceline import faults
-from paceline._base.files import MEMORY_VARIABLES, TRIAL_MEMORY_VARIABLE
 from paceline._base.process_and_network import PortReservation, interface_of
 from paceline._base.run_directory import MEETING_PORT_VARIABLE, RUN_DIRECTORY_VARIABLE, RunDirectory
+from paceline._base.run_memory import MEMORY_VARIABLES, TRIAL_MEMORY_VARIABLE
 from paceline._cluster.messages.runner_messages import AttemptControl, AttemptEnd, AttemptSpec
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_directory import (

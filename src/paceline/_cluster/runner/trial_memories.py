@@ -15,16 +15,14 @@ from pathlib import Path
 import msgspec
 
 from paceline._base.files import (
-    CLAIM_NAME,
     is_locked_directory_of,
     make_locked_directory,
-    memory_root,
-    open_private_directory,
     read_regular,
     remove_tree,
     write_atomically,
 )
 from paceline._base.journal_records import check_seal, seal
+from paceline._base.run_memory import CLAIM_NAME, memory_root, open_private_directory
 from paceline._cluster.messages.runner_messages import AttemptEnd, AttemptSpec
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
@@ -90,11 +88,9 @@ def keep_memory(directory: AttemptDirectory, end: AttemptEnd) -> AttemptEnd:
     try:
         spec, root = directory.read_spec(), directory.path.parent
         note = _read(root, spec.trial_id)
-        is_lost = end.reason in _LOSSES and end.code != 0
-        # Without a report of its start, the master may have hidden the reports before.
-        run = directory.run
-        has_begun = any(k.rank == 0 and [*run.reader(k).read(1)] for k in run.journal_keys())
-        if note is None or note.attempt_id != spec.attempt_id or not (is_lost and has_begun):
+        if end.reason not in _LOSSES or end.code == 0 or not _has_begun(directory):
+            return end
+        if note is None or note.attempt_id != spec.attempt_id:
             return end
         note.key, note.kept_at = secrets.token_hex(8), time.time()
         _write(root, spec.trial_id, note)
@@ -102,6 +98,15 @@ def keep_memory(directory: AttemptDirectory, end: AttemptEnd) -> AttemptEnd:
         logger.warning("The states in memory are not kept: %s", error)
         return end
     return msgspec.structs.replace(end, memory=note.key)
+
+
+def _has_begun(directory: AttemptDirectory) -> bool:
+    """Return whether there is a report of the attempt's start.
+
+    Without it, the master may have hidden the reports beyond the checkpoint.
+    """
+    run = directory.run
+    return any(key.rank == 0 and [*run.reader(key).read(1)] for key in run.journal_keys())
 
 
 class TrialMemories:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from paceline._base.files import run_memory
 from paceline._base.process_and_network import take
+from paceline._base.run_memory import run_memory
 from paceline._training.workers.launch_nodes import LaunchNodes
 from paceline._training.workers.launch_nodes_server import (
     NodeFailureCause,

@@ -200,6 +200,18 @@ def _told(connection: Connection, experiment_id: int) -> tuple[float, float]:
     return max(pairs)
 
 
+def _taken_now(connection: Connection, row: Row[Any]) -> tuple[float, float]:
+    """Return the wall time and the slot time that a search has taken, about now."""
+    wall_s, slot_s = _told(connection, row.id)
+    if row.ended_at is None:
+        since = _taken_before(connection, row, Budget())
+        most_s = SPENT_INTERVAL_S + _PASS_S
+        slots = sum(map(num_slots_of, _attempts(connection, row.id, True)))
+        wall_s += min(since[0], most_s)
+        slot_s += min(since[1], most_s * max(slots, 1))
+    return wall_s, slot_s
+
+
 def used_limits(connection: Connection, row: Row[Any]) -> list[dict[str, Any]]:
     """Return each limit of a search, with the used and the remaining amount.
 
@@ -213,25 +225,17 @@ def used_limits(connection: Connection, row: Row[Any]) -> list[dict[str, Any]]:
         given.setdefault("max_trials", planned)
     if not given:
         return []
-    trials = tables.trials.c
-    is_failed = trials.state == TrialState.ERROR.value
-    is_counted = or_(trials.stop_reason.is_(None), trials.stop_reason != INVALID_HP)
-    of_search = trials.experiment_id == row.id
-    wall_s, slot_s = _told(connection, row.id)
-    if row.ended_at is None:
-        since = _taken_before(connection, row, Budget())
-        most_s = SPENT_INTERVAL_S + _PASS_S
-        slots = sum(map(num_slots_of, _attempts(connection, row.id, True)))
-        wall_s += min(since[0], most_s)
-        slot_s += min(since[1], most_s * max(slots, 1))
-    budget = Budget(
-        limits=Limited(**given),
-        wall_s=wall_s,
-        slot_s=slot_s,
-        num_trials=connection.scalar(select(func.count()).where(of_search, is_counted)) or 0,
-        num_failed=connection.scalar(select(func.count()).where(of_search, is_failed)) or 0,
-        best=row.best_metric,
-    )
+    trials, budget = tables.trials.c, Budget(limits=Limited(**given), best=row.best_metric)
+    number = select(func.count()).where(trials.experiment_id == row.id)
+    # Each reads rows of all trials or attempts, which are many.
+    if "max_trials" in given:
+        is_counted = or_(trials.stop_reason.is_(None), trials.stop_reason != INVALID_HP)
+        budget.num_trials = connection.scalar(number.where(is_counted)) or 0
+    if "max_failures" in given:
+        is_failed = trials.state == TrialState.ERROR.value
+        budget.num_failed = connection.scalar(number.where(is_failed)) or 0
+    if "max_wall_time" in given or "max_slot_hours" in given:
+        budget.wall_s, budget.slot_s = _taken_now(connection, row)
     found, reached = [], budget.reached(searcher.smaller_is_better)
     for name, used in budget.used().items():
         if (limit := given.get(name)) is not None:

@@ -226,7 +226,9 @@ def describe_untrained(
     transaction: Transaction, trial: Row[Any], experiment: Row[Any]
 ) -> str | None:
     """Return the error of a continued trial that ended without any training; None otherwise."""
-    if experiment.parent_trial_id is None or trial.source_checkpoint is None:
+    is_continued = experiment.parent_trial_id is not None and trial.source_checkpoint is not None
+    # A search over continued trials says itself what is missing.
+    if not is_continued or not is_single(experiment):
         return None
     connection = transaction.connection
     if trial.steps_completed or read_summary(connection, trial.id):

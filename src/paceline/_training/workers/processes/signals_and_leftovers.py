@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from paceline._base.files import memory_root, remove_leftover_directories
+from paceline._base.files import remove_leftover_directories
+from paceline._base.run_memory import memory_root
 
 _IS_LINUX = sys.platform == "linux"
 

@@ -501,6 +501,8 @@ def test_a_search_is_followed_and_ends_with_a_leaderboard(mastered: Any, code: P
     assert metrics == sorted(metrics)
     rates = [float(line.split("lr=")[1]) for line in created]
     assert metrics[0] == pytest.approx(min(rates) / 3, abs=1e-3)
+    # Its end was planned.
+    assert "It ended as" not in result.stdout
 
 
 def test_a_search_that_its_limit_ends_says_so(mastered: Any, code: Path) -> None:

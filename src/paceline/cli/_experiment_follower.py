@@ -264,6 +264,8 @@ class ExperimentFollower:
         style = "bold green" if data.state.value == "COMPLETED" else "bold red"
         text = f"Experiment {data.id} ({data.name}) is {data.state.value} after {took}."
         self._console.print(text, style=style, soft_wrap=True)
+        if data.end_reason is not None:
+            self._console.print(f"It ended as {data.end_reason}.", soft_wrap=True)
         if data.error and not self._feed.has_told(data.error):
             self._console.print(data.error, style="red", soft_wrap=True)
         if data.num_records_lost:

@@ -221,7 +221,7 @@ def used_limits(connection: Connection, row: Row[Any]) -> list[dict[str, Any]]:
     searcher = config_of(row).searcher
     given = {} if searcher.limits is None else searcher.limits.model_dump(exclude_none=True)
     # The plan of a method is a limit too, unless a later one is set.
-    if isinstance(planned := getattr(searcher, "max_trials", None), int):
+    if (planned := _planned_trials(searcher)) is not None:
         given.setdefault("max_trials", planned)
     if not given:
         return []
@@ -250,9 +250,19 @@ def end_reason(row: Row[Any], limits: list[dict[str, Any]]) -> str | None:
     """Return which of the used limits has ended the search of an experiment; None without one."""
     by_name = {each["name"]: each for each in limits}
     reached = next((each["name"] for each in limits if each["is_reached"]), None)
+    trials = by_name.get("max_trials")
+    if reached is None and trials is not None and not trials["left"]:
+        planned = _planned_trials(config_of(row).searcher)
+        # A search that has made all trials of its plan has just ended.
+        reached = "max_trials" if planned is None or trials["limit"] < planned else None
     if row.search_end is None or reached is None:
         return None
     told = f"the search has reached its limit `{reached}` of {by_name[reached]['limit']:g}"
-    if trials := by_name.get("max_trials"):
+    if trials is not None:
         told += f", with {trials['used']:.0f} of {trials['limit']:.0f} trials"
     return told
+
+
+def _planned_trials(searcher: Any) -> int | None:
+    planned = getattr(searcher, "max_trials", None)
+    return planned if isinstance(planned, int) else None

@@ -1,7 +1,7 @@
 import { expect, it } from "vitest";
 
 import type { Attempt, Trial } from "../src/api/types";
-import { batchesOf, freshAttempt, restartsOf } from "../src/lib/attempts";
+import { batchesOf, beginningOf, freshAttempt, restartsOf } from "../src/lib/attempts";
 
 const first = { number: 1, resumed_from: null, resumed_steps: 0 } as Attempt;
 const again = { number: 2, resumed_from: null, resumed_steps: 0 } as Attempt;
@@ -40,4 +40,10 @@ it.each([
 it("shows restarts that all count as a number", () => {
   expect(restartsOf(trial({ attempts: [first, again], restarts: 1 }))).toBe("1");
   expect(restartsOf(trial({ num_attempts: 0 }))).toBe("0");
+});
+
+it("names the batch of a state in memory, also without any checkpoint", () => {
+  expect(beginningOf(first)).toBe("the beginning");
+  expect(beginningOf({ ...again, resumed_steps: 22 })).toBe("batch 22");
+  expect(beginningOf({ ...again, resumed_from: "abc", resumed_steps: 22 })).toBe("batch 22");
 });

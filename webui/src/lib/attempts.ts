@@ -8,7 +8,7 @@ import { formatNumber } from "./numbers";
 export function freshAttempt({ attempts = [], latest_checkpoint: saved }: Trial): Attempt | null {
   const newest = attempts.at(-1);
   if (attempts.length < 2 || newest === undefined || saved !== null) return null;
-  return newest.resumed_from === null && newest.resumed_steps <= 0 ? newest : null;
+  return hasBegunAnew(newest) ? newest : null;
 }
 
 /** Return how many batches are trained; where an attempt began again, what is lost as well. */
@@ -25,4 +25,13 @@ export function restartsOf({ restarts, num_attempts: numAttempts }: Trial): stri
   const all = Math.max(restarts, numAttempts - 1);
   if (all === restarts) return String(all);
   return `${all}, of which ${restarts} count for max_restarts`;
+}
+
+function hasBegunAnew({ resumed_from: from, resumed_steps: steps }: Attempt): boolean {
+  return from === null && steps <= 0;
+}
+
+/** Return where an attempt began; a state in memory is newer than the checkpoint and has no UUID. */
+export function beginningOf(attempt: Attempt): string {
+  return hasBegunAnew(attempt) ? "the beginning" : `batch ${attempt.resumed_steps}`;
 }

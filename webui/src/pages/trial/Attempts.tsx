@@ -8,6 +8,7 @@ import { Ago, Lasted } from "../../components/Ago";
 import { Empty, Waiting } from "../../components/Feedback";
 import { Scroll } from "../../components/Scroll";
 import { StateBadge } from "../../components/StateBadge";
+import { beginningOf } from "../../lib/attempts";
 import { shownAttemptState } from "../../lib/states";
 import { Environments } from "./Environments";
 
@@ -43,11 +44,7 @@ export function Attempts() {
                   <StateBadge state={shownAttemptState(attempt)} />
                 </td>
                 <td>{whereItRan(attempt)}</td>
-                <td className="short">
-                  {attempt.resumed_from === null
-                    ? "the beginning"
-                    : `batch ${attempt.resumed_steps} (${attempt.resumed_from.slice(0, 8)})`}
-                </td>
+                <td className="short">{beginningOf(attempt)}</td>
                 <td className="short">
                   <Ago time={attempt.started_at ?? attempt.created_at} />
                 </td>

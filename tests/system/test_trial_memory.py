@@ -131,18 +131,22 @@ def processes_of(master: Any, *, has_runner: bool) -> list[psutil.Process]:
     return found
 
 
-def strike(master: Any, *, has_runner: bool = False) -> None:
-    """Kill all processes of attempts at once."""
+def strike(master: Any, *, has_runner: bool = False, rank: int | None = None) -> None:
+    """Kill all processes of attempts at once, or one rank alone."""
     for process in processes_of(master, has_runner=has_runner):
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, psutil.Error):
+            if rank is None or process.environ().get("RANK") == str(rank):
+                os.kill(process.pid, signal.SIGKILL)
 
 
 def steps_of(notes: Path) -> list[int]:
     return [int(text) for text in (notes / "steps-0").read_text().split()]
 
 
-@pytest.mark.parametrize(("num_ranks", "has_runner"), [(1, False), (1, True), (3, False)])
+@pytest.mark.parametrize(
+    ("num_ranks", "has_runner", "rank"),
+    [(1, False, None), (1, True, None), (3, False, None), (3, False, 0), (3, False, 2)],
+)
 @pytest.mark.timeout(300)
 def test_the_next_attempt_goes_on_from_memory_in_the_same_bits(
     master: Any,
@@ -151,6 +155,7 @@ def test_the_next_attempt_goes_on_from_memory_in_the_same_bits(
     wait_until: Callable[..., None],
     num_ranks: int,
     has_runner: bool,
+    rank: int | None,
 ) -> None:
     straight, straight_notes = create(num_ranks)
     assert straight.wait().value == "COMPLETED", master.log()
@@ -165,7 +170,7 @@ def test_the_next_attempt_goes_on_from_memory_in_the_same_bits(
     (outside / "kept").touch()
     (made / "link").symlink_to(outside)
     os.mkfifo(made / "fifo")
-    strike(master, has_runner=has_runner)
+    strike(master, has_runner=has_runner, rank=rank)
     (notes / "go").touch()
     assert killed.wait().value == "COMPLETED", master.log()
     steps = steps_of(notes)

@@ -30,13 +30,26 @@ def before_batch(distributed, batch_idx):
     memory = trainer._training.checkpoints.memory
     while memory is not None and (memory._saver.is_storing or memory._parts.num_pending):
         time.sleep(0.001)
+    if Path("was-lost").exists():
+        return
     place = f"{batch_idx}-{distributed.cross_rank}"
-    if place in os.environ["LOST"].split() and not Path("was-lost").exists():
-        path = Path(f"waits-{distributed.rank}")
-        path.with_suffix(".part").write_text(str(os.getpid()))
-        path.with_suffix(".part").rename(path)
-        while True:
-            time.sleep(0.1)
+    if place in os.environ["LOST"].split():
+        wait(f"waits-{distributed.rank}")
+    if batch_idx == 7 and "NOTICE" in os.environ:
+        # The storage takes longer than it is to the kill.
+        trainer._training.save = lambda: wait(f"waits-{distributed.rank}")
+        if distributed.cross_rank == 1:
+            Path(f"listens-{distributed.rank}").touch()
+            while not trainer._training._core.preempt.has_signal:
+                time.sleep(0.01)
+
+
+def wait(name):
+    path = Path(name)
+    path.with_suffix(".part").write_text(str(os.getpid()))
+    path.with_suffix(".part").rename(path)
+    while True:
+        time.sleep(0.1)
 
 
 with pytorch.init(
@@ -51,7 +64,7 @@ with pytorch.init(
         trainer.fit(
             max_length=pytorch.Batch(length),
             reporting_period=pytorch.Batch(1),
-            memory_checkpoints=0.99,
+            memory_checkpoints=float(os.environ.get("EVERY", "0.99")),
         )
 """
 
@@ -93,6 +106,15 @@ class Nodes:
         (self._root / "was-lost").touch()
         for node in lost:
             self.launchers[node].communicate(timeout=60)
+
+    def notify(self, node: int, per_node: int) -> None:
+        """Send a node the notice that it will go, once all of its ranks listen."""
+        ranks = range(node * per_node, (node + 1) * per_node)
+        deadline = time.monotonic() + 240
+        while not all((self._root / f"listens-{rank}").exists() for rank in ranks):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        self.launchers[node].send_signal(signal.SIGTERM)
 
     def ends(self) -> list[tuple[int, str]]:
         """Wait for all, and return their exit codes and errors."""
@@ -160,6 +182,8 @@ def run_nodes(
         with PortReservation() as reservation:
             for node in range(number):
                 nodes.start(node, reservation.port, *options, **variables)
+            if "NOTICE" in variables:
+                nodes.notify(1, per_node)
             nodes.lose(lost, per_node)
             then()
             for node in lost:
@@ -204,6 +228,19 @@ def test_a_node_that_is_lost_with_its_memory_repeats_some_steps_in_the_same_bits
     assert len(killed["starts"]) == 2
     # A second training in the same process has states in memory as well.
     assert 0 <= 13 - killed["starts"][1] < 3, killed["starts"]
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.timeout(300)
+def test_a_node_that_goes_after_a_notice_leaves_its_last_step_on_the_next_one(
+    run_nodes: RunNodes, run_straight: RunNodes, per_node: int
+) -> None:
+    straight = run_straight(2, per_node)
+    # But for the notice, the only state in memory would be that of the first step.
+    killed = run_nodes("noticed", 2, per_node, lost=[1], NOTICE="1", EVERY="1e6")
+    assert compare_runs(straight["facts"], killed["facts"]) == []
+    [begin, again] = killed["starts"]
+    assert (begin, again >= 8) == (0, True), killed["starts"]
 
 
 @pytest.mark.timeout(300)

@@ -353,6 +353,8 @@ _NUM_SLOTS = 2
 _SPARE_BYTES = 256 * 1024 * 1024
 # After an error, other ranks may never store their parts.
 _PARTS_AFTER_ERROR_S = 1.0
+# For how long a rank that is asked to leave waits for its state in memory.
+_LEAVING_S = 10.0
 
 
 def checked_memory(given: Any) -> float | None:
@@ -460,6 +462,18 @@ class MemoryCheckpoints:
         is_busy = self._saver.is_storing or self._parts.num_pending
         is_chief = self._distributed.rank == 0
         return RankWish.KEEP if is_chief and not is_busy and self._is_due() else RankWish.NONE
+
+    def leaving_wish(self) -> RankWish:
+        """Return what this rank wants before it leaves, once the state before is whole."""
+        self.settle()
+        self._begun_s = -math.inf
+        return self.wish()
+
+    def settle(self) -> None:
+        """Wait until the newest state is whole, but for some seconds at most."""
+        with suppress(CheckpointError, OSError):
+            self._saver.settle()
+            self._parts.finish(timeout_s=_LEAVING_S)
 
     def _is_due(self) -> bool:
         interval_s = self._every

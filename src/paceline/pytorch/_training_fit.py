@@ -241,8 +241,7 @@ class TrainingFit(ABC):
         if reason.is_early:
             # The open sums stay in the checkpoint and are reported when they would have been
             # without the interruption.
-            self.store()
-            self._core.preempt.settle()
+            self._store_leaving(reason)
         return reason
 
     def fit(self, schedule: Schedule, *, is_test: bool, is_validated_first: bool) -> StopReason:
@@ -345,11 +344,27 @@ class TrainingFit(ABC):
         reason = yield from self.loop.shards()
         self.progress.note_reason(reason)
         if reason.is_early:
-            # Stored first, as an acknowledged leave may end this process at any time.
-            self.store()
-            self._core.preempt.settle()
+            self._store_leaving(reason)
             self.close()
         return reason
+
+    def _store_leaving(self, reason: StopReason) -> None:
+        """Store the state of a training that was asked to leave, and acknowledge that.
+
+        With states in memory, this one goes there first, and to the next node if there are several:
+        the storage may take longer than the time from the notice to the kill.
+        """
+        memory = self.checkpoints.memory
+        if memory is not None and reason is StopReason.PREEMPTED:
+            wishes = self._core.distributed.allgather(memory.leaving_wish())
+            # Only the chief knows of the other ranks' parts.
+            wish = RankWish.DROP if RankWish.DROP in wishes else wishes[0]
+            if wish is not RankWish.NONE:
+                self.serve_memory(wish)
+                memory.settle()
+        self.store()
+        # Last, as an acknowledged leave may end this process at any time.
+        self._core.preempt.settle()
 
     def store(self) -> None:
         """Store a checkpoint unless this step already has a stored checkpoint, and wait.

@@ -199,6 +199,7 @@ class _Connection:
     def __init__(self, end: socket.socket) -> None:
         self.channel = DriverChannel(end, LONGEST_BYTES)
         self.rank: int | None = None
+        self.has_left = False
         self.silent_s = 0.0
         self.hello_by = time.monotonic() + _HELLO_S
 
@@ -250,7 +251,8 @@ class NodesServer:
         # When the workers are asked to end, if nobody reports the cause of the failure before.
         self._end_at: float | None = None
         self._cause_by = 0.0
-        self._received: set[int] = set()
+        # The signals of each node. A node that was lost after its notice asks nobody else to end.
+        self._received: dict[int, set[int]] = {}
         # The ranks that have returned without being asked to end.
         self._returned: set[int] = set()
         # The nodes that reported a failure.
@@ -396,6 +398,8 @@ class NodesServer:
             self._strangers.remove(connection)
             return
         del self._nodes[rank]
+        if not connection.has_left:
+            self._received.pop(rank, None)
         if rank == 0:
             # Rank 0 is this launcher itself, which has ended.
             self._is_over = True
@@ -416,17 +420,18 @@ class NodesServer:
             self._told[rank] = time.monotonic(), message.watched_ranks()
         elif message.word == NodeMessageKind.ENDED:
             self._num_commits += message.num_commits
-            self._received.update(message.received)
+            self._received.setdefault(rank, set()).update(message.received)
             self._returned.update(message.returned)
             if rank == 0:
                 self._resume = {**self._resume, **message.resume}
             self._note_end(rank)
         elif message.word == NodeMessageKind.SIGNAL:
-            self._received.add(message.signum)
+            self._received.setdefault(rank, set()).add(message.signum)
             self._tell_all(replace(message, node_rank=rank), but=rank)
         elif message.word == NodeMessageKind.LEAVING and rank == 0 and not self._is_over:
             self._finish(NodeFailure(text=f"The launcher of node 0 has ended: {message.text}"))
         else:
+            connection.has_left = True
             why = f"its launcher has ended: {message.text}"
             self._note_failure(rank, NodeFailure.of_launcher(rank, why))
 
@@ -513,7 +518,8 @@ class NodesServer:
             return
         if failure.is_consequence and self._returned:
             failure = _left_early(failure, self._returned)
-        decision = self._decide(failure.error(), self._num_commits, self._received)
+        received = set[int]().union(*self._received.values())
+        decision = self._decide(failure.error(), self._num_commits, received)
         if not decision.is_restart:
             self._finish(failure, decision.text)
             return

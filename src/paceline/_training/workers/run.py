@@ -505,15 +505,21 @@ class LaunchRun(Run):
         """
         events = self._workers.pool.run_events
         self._note_returned()
+        own = [signum for node_rank, signum in self._counts if node_rank is None]
         nodes.tell_ended(
-            events.num_checkpoints, self.received, events.resume_variables(), self._returned or ()
+            events.num_checkpoints, own, events.resume_variables(), self._returned or ()
         )
         while self._verdict is None:
             event = take(self._events)
             if event is not None:
                 self._take_event(event)
         verdict, self._verdict = self._verdict, None
-        return _read_verdict_on_launch(verdict)
+        failure, decision = _read_verdict_on_launch(verdict)
+        if decision.is_restart:
+            # Other nodes that had signals are lost.
+            self._counts = Counter({each: n for each, n in self._counts.items() if each[0] is None})
+            self.received = {signum for _, signum in self._counts}
+        return failure, decision
 
     def _close_nodes(self, error: BaseException | None) -> None:
         if self._nodes is not None:

@@ -44,6 +44,9 @@ class Trial(pytorch.PyTorchTrial):
         time.sleep(float(os.environ["PAUSE"]))
         while batch_idx == AT and "STAYS" in os.environ and not (NOTES / "go").exists():
             time.sleep(0.02)
+        if batch_idx == AT and "SLOW" in os.environ and not (NOTES / "killed").exists():
+            # The storage takes longer than `preemption_timeout`.
+            self.trainer._training.store = lambda: time.sleep(1e6)
         if "FAILS" in os.environ and batch_idx == AT:
             raise ValueError("boom")
         loss = self.model(batch).square().mean()
@@ -67,11 +70,11 @@ with pytorch.init() as context:
     trial.trainer = pytorch.Trainer(trial, context)
     trial.trainer.fit(
         checkpoint_period=pytorch.Batch(EVERY), reporting_period=pytorch.Batch(1),
-        memory_checkpoints=0.99,
+        memory_checkpoints=float(os.environ.get("EVERY", "0.99")),
     )
     weights = [value.tolist() for value in trial.model.parameters()]
     (NOTES / f"done-{trial.rank}").write_text(repr(weights))
-""".replace("EVERY)", f"{EVERY})").replace("== AT", f"== {AT}")
+""".replace("Batch(EVERY)", f"Batch({EVERY})").replace("== AT", f"== {AT}")
 ENTRYPOINTS = {1: "python3 train.py", 3: "python3 -m paceline.launch.torch_distributed train.py"}
 
 
@@ -102,13 +105,16 @@ def create(
     """Return a function that starts an experiment and returns it with its notes."""
     code = write_context(SCRIPT)
 
-    def create(num_ranks: int, max_restarts: int = 3, **variables: str) -> tuple[Any, Path]:
+    def create(
+        num_ranks: int, max_restarts: int = 3, patience_s: float = 600.0, **variables: str
+    ) -> tuple[Any, Path]:
         notes = tmp_path / f"notes-{len([*tmp_path.glob('notes-*')])}"
         notes.mkdir()
         config = {
             "name": "memory",
             "entrypoint": ENTRYPOINTS[num_ranks],
             "max_restarts": max_restarts,
+            "preemption_timeout": patience_s,
             "hyperparameters": {"global_batch_size": 3},
             "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": LENGTH}},
             "resources": {"slots_per_trial": num_ranks},
@@ -227,6 +233,33 @@ def test_kills_at_random_moments_end_in_the_same_bits(
         assert (notes / done).read_text() == (straight_notes / done).read_text()
     assert len(steps_of(notes)) < LENGTH + 3 * 5
     wait_until(lambda: not [*memory.iterdir()])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.timeout(300)
+def test_a_trial_that_is_killed_while_it_leaves_goes_on_from_its_last_step(
+    master: Any,
+    create: Callable[..., tuple[Any, Path]],
+    wait_until: Callable[..., None],
+    num_ranks: int,
+) -> None:
+    # But for the request to leave, the only state in memory would be that of the first step.
+    killed, notes = create(num_ranks, patience_s=15.0, EVERY="1e6", STAYS="1", SLOW="1")
+    wait_until((notes / f"at-{AT}").exists)
+    (trial,) = killed.trials()
+    killed.pause()
+    wait_until(lambda: trial.reload().data.attempts[-1].preempt_reason is not None)
+    (notes / "go").touch()
+    wait_until(lambda: trial.reload().data.attempts[-1].ended_at is not None)
+    (notes / "killed").touch()
+    killed.activate()
+    assert killed.wait().value == "COMPLETED", master.log()
+    steps = steps_of(notes)
+    # No step is done again.
+    assert steps == [*range(LENGTH)], master.log()
+    rows = [row.steps_completed for row in trial.iter_metrics("training")]
+    assert rows == [*range(1, LENGTH + 1)]
+    assert [one.exit.reason for one in trial.reload().data.attempts][0] == "preemption_timeout"
 
 
 @pytest.mark.parametrize("how", ["canceled", "killed"])

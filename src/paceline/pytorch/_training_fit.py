@@ -227,6 +227,10 @@ class TrainingFit(ABC):
         """Capture the state and store it in the background, unless this position is saved."""
 
     @abstractmethod
+    def serve_memory(self, wish: RankWish) -> None:
+        """Save the state to memory, or give the memory up; all ranks call it."""
+
+    @abstractmethod
     def close(self) -> None:
         """Wait for the checkpoint being stored, and end the training."""
 

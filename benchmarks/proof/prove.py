@@ -29,12 +29,20 @@ COMMANDS = {
     "ray": [str(HERE / "ray_loop.py")],
     "lightning": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                   "--max-restarts", "1000", str(HERE / "lightning_loop.py")],
+    "nvrx": ["-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--rdzv_backend", "c10d",
+             "--rdzv_endpoint", "localhost:0", "--nproc-per-node", "2", "--max-restarts", "1000",
+             str(HERE / "ddp_loop.py")],
+    "torchft": [str(HERE / "torchft_loop.py")],
     "paceline-master": [],
 }  # fmt: skip
+# Those that need no other packages than `make proof` installs.
+USUAL = ["paceline", "ray", "lightning", "paceline-master"]
 NAMES = {
     "paceline": "Paceline, trial class",
     "ray": "Ray Train",
     "lightning": "Lightning, torchrun's restarts",
+    "nvrx": "NVRx's ft_launcher, a loop with DDP",
+    "torchft": "torchft, two groups of one worker",
     "paceline-master": "Paceline, under a master that is dead for a while",
 }
 
@@ -64,7 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     path = RESULTS / time.strftime("proof-%Y%m%d-%H%M%S.json")
     outcomes = []
-    for way in options.ways or COMMANDS:
+    for way in options.ways or USUAL:
         outcomes.append(measure(way, options))
         path.write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n")
     print(table(outcomes, options.steps))

@@ -32,7 +32,6 @@ COMMANDS = {
     "nvrx": ["-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--rdzv_backend", "c10d",
              "--rdzv_endpoint", "localhost:0", "--nproc-per-node", "2", "--max-restarts", "1000",
              str(HERE / "ddp_loop.py")],
-    "torchft": [str(HERE / "torchft_loop.py")],
     "paceline-master": [],
 }  # fmt: skip
 # Those that need no other packages than `make proof` installs.
@@ -42,7 +41,6 @@ NAMES = {
     "ray": "Ray Train",
     "lightning": "Lightning, torchrun's restarts",
     "nvrx": "NVRx's ft_launcher, a loop with DDP",
-    "torchft": "torchft, two groups of one worker",
     "paceline-master": "Paceline, under a master that is dead for a while",
 }
 

@@ -202,3 +202,14 @@ def test_a_page_has_one_navigation_at_any_width(master: Any, open_page: Any, wid
     at_the_bottom = page.get_by_role("navigation", name="Pages, at the bottom")
     expect(at_the_side.or_(at_the_bottom)).to_have_count(1)
     expect(at_the_side if width >= 768 else at_the_bottom).to_be_visible()
+
+
+@pytest.mark.parametrize("width", [390, 768, 1024])
+def test_names_of_what_has_ended_have_room(
+    master: Any, searched: Any, open_page: Any, width: int
+) -> None:
+    page = open_page(master, "/", viewport={"width": width, "height": 800})
+    name = page.get_by_role("region", name="Recently ended").get_by_role("link", name="searched")
+    expect(name.first).to_be_visible()
+    # Where it has no room, it is broken into lines of some letters.
+    assert name.first.bounding_box()["height"] < 30

@@ -353,8 +353,9 @@ _NUM_SLOTS = 2
 _SPARE_BYTES = 256 * 1024 * 1024
 # After an error, other ranks may never store their parts.
 _PARTS_AFTER_ERROR_S = 1.0
-# For how long a rank that is asked to leave waits for its state in memory.
-_LEAVING_S = 10.0
+# For how long a rank that is asked to leave waits for each state in memory: the checkpoint needs
+# the rest of the time from a notice to the kill, which Slurm makes 30 s.
+_LEAVING_S = 5.0
 
 
 def checked_memory(given: Any) -> float | None:

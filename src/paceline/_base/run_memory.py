@@ -112,8 +112,8 @@ def _claim_trial_memory(stack: ExitStack) -> Path | None:
     if not os.fstat(claim).st_mode & stat.S_IXUSR:
         if (Path(os.environ.get("PACELINE_RUN_DIR", "")) / "journal").exists():
             # A process of this attempt has trained without the states, from an earlier step.
+            # The claim is a file, and stays.
             for each in Path(path).iterdir():
-                if each.name != CLAIM_NAME:
-                    remove_tree(each)
+                remove_tree(each)
         os.fchmod(claim, stat.S_IRWXU)
     return Path(path)

@@ -230,17 +230,44 @@ def test_a_node_that_is_lost_with_its_memory_repeats_some_steps_in_the_same_bits
     assert 0 <= 13 - killed["starts"][1] < 3, killed["starts"]
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize(
+    ("per_node", "variables"),
+    [
+        (1, {}),
+        (2, {}),
+        pytest.param(2, {"DATA_PARALLEL": "fsdp"}, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.timeout(300)
 def test_a_node_that_goes_after_a_notice_leaves_its_last_step_on_the_next_one(
-    run_nodes: RunNodes, run_straight: RunNodes, per_node: int
+    run_nodes: RunNodes, run_straight: RunNodes, per_node: int, variables: dict[str, str]
 ) -> None:
-    straight = run_straight(2, per_node)
+    straight = run_straight(2, per_node, **variables)
     # But for the notice, the only state in memory would be that of the first step.
-    killed = run_nodes("noticed", 2, per_node, lost=[1], NOTICE="1", EVERY="1e6")
+    killed = run_nodes("noticed", 2, per_node, lost=[1], NOTICE="1", EVERY="1e6", **variables)
     assert compare_runs(straight["facts"], killed["facts"]) == []
     [begin, again] = killed["starts"]
     assert (begin, again >= 8) == (0, True), killed["starts"]
+
+
+@pytest.mark.timeout(300)
+def test_a_signal_to_a_node_that_stays_ends_all_though_another_one_goes(
+    start_launcher: Callable[..., Any], script: Script, tmp_path: Path, dropout_trial: str
+) -> None:
+    """As Slurm does, which sends its signal to all nodes and kills some of them sooner."""
+    nodes = Nodes(start_launcher, tmp_path, 2)
+    options = ["--nproc-per-node=1", "--max-restarts=5", "--grace-s=2"]
+    given = {"LENGTHS": "20", "NAME": "ended", "LOST": "", "NOTICE": "1"}
+    with PortReservation() as reservation:
+        for node in range(2):
+            nodes.start(node, reservation.port, *options, script(dropout_trial + TRAIN), **given)
+        nodes.notify(1, 1)
+        nodes.launchers[0].send_signal(signal.SIGTERM)
+        nodes.lose([1], 1)
+        _, err = nodes.launchers[0].communicate(timeout=240)
+    assert nodes.launchers[0].returncode
+    assert "No restart follows, as this process received SIGTERM" in err
+    assert not [*tmp_path.glob("memory-0-*/*")]
 
 
 @pytest.mark.timeout(300)

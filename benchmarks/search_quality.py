@@ -27,7 +27,19 @@ from paceline.search._search import Search
 SLOTS, WHOLE = 4, 40
 # Regret is looked up at these times, in whole trainings of all slots together.
 TIMES = (2.5, 5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0)
-DEFAULT, CHOICE = "adaptive_asha", "adaptive_asha, tpe"
+DEFAULT, CHOICE = "adaptive_asha, tpe", "adaptive_asha, promotion, tpe"
+# More lines could not be told apart.
+_DRAWN = (
+    DEFAULT,
+    CHOICE,
+    "adaptive_asha",
+    "random",
+    "random, tpe",
+    "Optuna TPE",
+    "Optuna Hyperband + TPE",
+    "Ray Tune ASHA",
+    "SMAC",
+)
 _ENDLESS = 10**6
 # In epochs of a trial: where pauses are dear, a trial that resumes takes as long before it trains.
 _RESUMING = 1.0
@@ -71,7 +83,7 @@ def run(task: Task, method: str, seed: int) -> dict[str, Any]:
         search = rivals(task.length)[method](task, seed, SLOTS)
     ask = None
     if is_asking and name in _OURS:
-        ask = asking(make_sampler("optuna", {"of": "tpe"}, seed), search.space, seed)
+        ask = asking(make_sampler("tpe", {}, seed), search.space, seed)
     found = run_on_slots(
         config,
         search,
@@ -213,23 +225,25 @@ def _beaten(by: dict[str, dict[str, Any]], ours: str, rival: str, at: int) -> st
     return f"{lost}, {won} (p {p:.2g})"
 
 
-def picture(rows: list[dict[str, Any]], path: Path, names: tuple[str, ...]) -> None:
+def picture(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the mean regret of some methods against the time, for each family."""
     from matplotlib.figure import Figure
 
     families = sorted({row["task"].partition(":")[0] for row in rows})
-    figure = Figure(figsize=(4 * len(families), 3.2), layout="constrained")
+    figure = Figure(figsize=(4 * len(families), 3.6), layout="constrained")
+    lines = {}
     for column, family in enumerate(families, 1):
         by = _by_task([row for row in rows if row["task"].startswith(f"{family}:")])
         plot = figure.add_subplot(1, len(families), column)
-        for name in names:
+        for number, name in enumerate(_DRAWN):
             found = [each[name].mean(0) for each in by.values() if name in each]
             if found:
-                plot.plot(TIMES, np.mean(found, axis=0), label=name, marker=".")
+                mean = np.mean(found, axis=0)
+                [lines[name]] = plot.plot(TIMES, mean, label=name, marker=".", color=f"C{number}")
         plot.set(xscale="log", yscale="log", title=family, xlabel="whole trainings")
         plot.set_xticks((2.5, 5, 10, 20, 40), ("2.5", "5", "10", "20", "40"))
         plot.minorticks_off()
-        plot.legend(fontsize=7)
+    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=5, fontsize=8)
     figure.axes[0].set_ylabel("regret, mean over tasks")
     figure.savefig(path)
 
@@ -247,8 +261,7 @@ def main() -> None:
     rows = results_of(chosen, given.seeds, given.results, given.without)
     print(table(rows))
     if given.picture is not None:
-        names = dict.fromkeys(row["method"] for row in rows if row["method"] not in given.without)
-        picture(rows, given.picture, tuple(names))
+        picture(rows, given.picture)
 
 
 if __name__ == "__main__":

@@ -107,6 +107,31 @@ def test_every_command_of_the_skill_runs(
     assert "changed" in answers["e tree 1"]
 
 
+def test_the_script_of_the_skill_trains_in_the_search_of_the_skill(
+    mastered: Any, tmp_path: Path
+) -> None:
+    text = SKILL.read_text(encoding="utf-8")
+    for name, kind in (("train.py", "python"), ("config.yaml", "yaml")):
+        (tmp_path / name).write_text(re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL)[1])  # type: ignore[index]
+    more = ("--config", "searcher.max_trials=3")
+    fields = ("--fields", "id,state,best_trial")
+    found = mastered("e", "create", "config.yaml", ".", "-f", *more, *fields, cwd=tmp_path).stdout
+    made = json.loads(found)
+    assert set(made) == {"id", "state", "best_trial"}
+    assert made["state"] == "COMPLETED"
+    best = made["best_trial"]
+    assert best["steps_completed"] == 8
+    # Without a length it has that of the search, which this trial has reached.
+    again = mastered("t", "continue", best["id"], "-f", "--json", cwd=tmp_path, code=1)
+    assert "must train" in again.stderr + again.stdout or "nothing" in again.stderr, again.stderr
+    longer = ("--config", "searcher.max_length.epochs=10")
+    found = mastered("t", "continue", best["id"], "-f", *longer, *fields, cwd=tmp_path).stdout
+    further = json.loads(found)["best_trial"]
+    assert further["steps_completed"] == 10
+    told = mastered("t", "describe", further["id"]).stdout
+    assert "checkpoint" in told.split("From")[1].split("End")[1]
+
+
 def test_an_agent_sees_whole_tables_and_is_never_asked(
     mastered: Any, searched: Path, tmp_path: Path
 ) -> None:

@@ -226,7 +226,7 @@ def test_every_command_of_a_master_prints_its_json(
         some = json.loads(mastered(*words, "--fields", ",".join(fields)).stdout)
         assert some == [{name: one[name] for name in fields} for one in whole] != []
     told = json.loads(mastered("e", "list", "--fields", "id,nope", code=1).stderr)
-    assert "must name fields of the entries (best_metric, " in told["message"]
+    assert "must name fields that there are (best_metric, " in told["message"]
     assert "but got 'nope'." in told["message"]
     # All lists take them.
     assert json.loads(mastered("user", "list", "--fields", "name").stdout)[-1] == {"name": "admin"}

@@ -74,6 +74,8 @@ KINDS = {"searcher.name": "required", "checkpoint_storage.type": "null"}
 def _default(field: Any) -> str:
     if field.is_required() or (field.default is None and field.annotation in (str, int)):
         return "required"
+    if isinstance(field.default, SamplerSection):
+        return json.dumps(field.default.name)
     if isinstance(field.default, BaseModel):
         return "all defaults"
     return json.dumps(field.default)

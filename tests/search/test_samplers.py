@@ -75,6 +75,7 @@ def samplers() -> dict[str, Callable[[], Sampler]]:
     made: dict[str, Callable[[], Sampler]] = {
         "grid": lambda: make_sampler("grid", {}, 1),
         "sobol": lambda: make_sampler("sobol", {}, 1),
+        "tpe": lambda: make_sampler("tpe", {}, 1),
         "faulty": Faulty,
     }
     for of in ("tpe", "cmaes", "nsgaii"):

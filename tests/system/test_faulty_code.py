@@ -274,7 +274,7 @@ def test_trial_that_works_by_operations_gets_its_rungs_and_is_decided_on_what_it
         script,
         hyperparameters=SPACE,
         searcher=HALVING | {"max_concurrent_trials": 1, "max_trials": 4},
-        reproducibility={"experiment_seed": 5},
+        reproducibility={"experiment_seed": 6},
     )
     assert ended(experiment).state.value == "COMPLETED"
     (bracket,) = experiment.search().brackets

@@ -53,6 +53,19 @@ class TrialInfo(msgspec.Struct, frozen=True, kw_only=True):
     hparams: dict[str, Any]
     config: dict[str, Any]
 
+    @property
+    def max_length(self) -> int | None:
+        """Length of the longest training of the search, in its unit; None if it has no length."""
+        return configured_length(self.config.get("searcher") or {})
+
+
+def configured_length(searcher: Mapping[str, Any]) -> int | None:
+    """Return the longest training length of a searcher config, or None if there is no length."""
+    length = searcher.get("max_length", searcher.get("max_time"))
+    if isinstance(length, Mapping):
+        length = next(iter(length.values()), None)
+    return length if isinstance(length, int) and length > 0 else None
+
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `run.json`, written before the processes start and never changed.

@@ -87,7 +87,13 @@ def print_warning(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print messages, or lists and dictionaries of them, as JSON and nothing else."""
+    """Print messages, or lists and dictionaries of them, as JSON and nothing else.
+
+    With `--fields` an object, or each entry of a list, has these alone.
+    """
+    if (fields := chosen_fields.get()) is not None:
+        several = isinstance(value, (list, tuple))
+        value = [_picked(one, fields) for one in value] if several else _picked(value, fields)
     _write_json(value, indent=2)
 
 
@@ -137,8 +143,7 @@ def print_list(
         options: Further arguments of `print_table`.
     """
     if output_format.get() == "json":
-        fields = chosen_fields.get()
-        print_json(values if fields is None else [_picked(one, fields) for one in values])
+        print_json(values)
     elif output_format.get() == "table":
         print_table(columns, rows, **options)
     else:
@@ -151,7 +156,7 @@ def _picked(value: Any, fields: Sequence[str]) -> dict[str, Any]:
     unknown = [name for name in fields if name not in known]
     if unknown:
         raise CommandError(
-            f"`--fields` must name fields of the entries ({', '.join(sorted(known))}), but got"
+            f"`--fields` must name fields that there are ({', '.join(sorted(known))}), but got"
             f" {unknown[0]!r}."
         )
     return {name: known[name] for name in fields}

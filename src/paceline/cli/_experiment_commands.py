@@ -138,8 +138,9 @@ experiment_app = CommandGroup(
 _NOT_ENDED = 124
 StateWord = Literal["QUEUED", "RUNNING", "PAUSED", "STOPPING", "COMPLETED", "CANCELED", "ERROR"]
 
-experiment_app.command()(create)
-for _other_command in (archive, unarchive, delete, move, fork, download):
+for _fields_command in (create, fork, describe):
+    experiment_app.command(has_fields=True)(_fields_command)
+for _other_command in (archive, unarchive, delete, move, download):
     experiment_app.command()(_other_command)
 
 
@@ -315,9 +316,6 @@ def _nothing_listed(word: str | None, *, is_filtered: bool) -> str:
     return "No experiments. Create one with `paceline e create CONFIG`."
 
 
-experiment_app.command()(describe)
-
-
 @experiment_app.command()
 def logs(
     experiment: ExperimentId,
@@ -365,7 +363,7 @@ for _state_command in (pause, activate, cancel, kill):
     experiment_app.command()(_state_command)
 
 
-@experiment_app.command()
+@experiment_app.command(has_fields=True)
 def wait(
     experiment: ExperimentId,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two requests.")] = 1.0,
@@ -392,19 +390,23 @@ def wait(
         notes = [text, why and f"It ended as {why}."]
         notes.append(None if code == _NOT_ENDED else end_note(found))
         print_answer(experiment_result(client, found), "\n".join(filter(None, notes)))
-    print_agent_hint(_after_wait(experiment, code))
+    if (hint := _after_wait(found, code)) is not None:
+        print_agent_hint(hint)
     raise typer.Exit(code)
 
 
-def _after_wait(experiment: int, code: int) -> str:
+def _after_wait(experiment: "Experiment", code: int) -> str | None:
+    id_ = experiment.id
     if code == _NOT_ENDED:
-        return f"It goes on: `paceline e wait {experiment} --timeout 600 --json` waits again."
+        return f"It goes on: `paceline e wait {id_} --timeout 600 --json` waits again."
     if code == 0:
-        return f"`paceline e list-trials {experiment} --best --limit 5 --json` shows the best."
-    return f"`paceline e logs {experiment} --tail 50` shows why."
+        return f"`paceline e list-trials {id_} --best --limit 5 --json` shows the best."
+    # Who has canceled it is known, and its logs do not tell.
+    is_failed = experiment.state.value == "ERROR"
+    return f"`paceline e logs {id_} --tail 50` shows why." if is_failed else None
 
 
-@experiment_app.command("continue")
+@experiment_app.command("continue", has_fields=True)
 def continue_experiment(
     experiment: ExperimentId,
     follow: Follow = False,

@@ -164,7 +164,7 @@ _ListFormat = Annotated[
 ]
 _Fields = Annotated[
     str | None,
-    typer.Option(metavar="NAME,NAME", help="Print JSON with these fields of each entry only."),
+    typer.Option(metavar="NAME,NAME", help="Print JSON with these fields only."),
 ]
 
 
@@ -236,39 +236,47 @@ class CommandGroup(typer.Typer):
         )
 
     def command(
-        self, name: str | None = None, *, is_list: bool = False, **settings: Any
+        self,
+        name: str | None = None,
+        *,
+        is_list: bool = False,
+        has_fields: bool = False,
+        **settings: Any,
     ) -> Callable[[Function], Function]:
         """Return a decorator that adds a function as a command.
 
         Args:
             name: Name of the command. The default is the function's name.
             is_list: Whether the command prints a list by `print_list`.
+            has_fields: Whether it has `--fields` as lists do, for the one object that it prints.
             settings: Settings of Typer.
         """
         add = super().command(name, cls=HelpCommand, **settings)
 
         def decorate(function: Function) -> Function:
-            add(_with_formats(function, is_list=is_list))
+            add(_with_formats(function, is_list=is_list, has_fields=has_fields or is_list))
             return function
 
         return decorate
 
 
-def _with_formats(function: Callable[..., Any], *, is_list: bool) -> Callable[..., None]:
+def _with_formats(
+    function: Callable[..., Any], *, is_list: bool, has_fields: bool
+) -> Callable[..., None]:
     """Return a command function with the options for its format that the function itself lacks."""
     own = inspect.signature(function, eval_str=True)
     options: dict[str, Any] = {} if "json" in own.parameters else {"json": (Json, False)}
-    if is_list:
-        options |= {"format": (_ListFormat, "table"), "fields": (_Fields, None)}
+    options |= {"format": (_ListFormat, "table")} if is_list else {}
+    options |= {"fields": (_Fields, None)} if has_fields else {}
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
         fields = values.get("fields")
         chosen_fields.set(None if fields is None else fields.split(","))
-        if fields is not None and values["format"] == "tsv":
+        if fields is not None and values.get("format") == "tsv":
             raise typer.BadParameter("must come without `--format tsv`.", param_hint="--fields")
-        is_for_programs = values["json"] or fields is not None
-        output_format.set("json" if is_for_programs else values["format"] if is_list else "table")
+        values["json"] = values["json"] or fields is not None
+        output_format.set("json" if values["json"] else values["format"] if is_list else "table")
         with _telling_closed_pipe():
             function(**{name: value for name, value in values.items() if name in own.parameters})
             sys.stdout.flush()

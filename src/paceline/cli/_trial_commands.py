@@ -75,7 +75,7 @@ def list_trials(limit: Limit = 20, query: QueryText = None) -> None:
     print_trials([one.data for one in found], "No trial fits." if query else "No trials yet.")
 
 
-@trial_app.command()
+@trial_app.command(has_fields=True)
 def describe(
     trial: TrialId,
     json: Json = False,
@@ -230,8 +230,12 @@ def _print_attempts(data: "TrialData") -> None:
         if [node.name for node in attempt.nodes] not in ([], ["local"]):
             # Slots by node: the node of rank 0 comes first.
             slots = " ".join(f"{n.name}:{','.join(map(str, n.slots))}" for n in attempt.nodes)
-        has_resumed = attempt.resumed_from or attempt.resumed_steps
-        start = f"batch {attempt.resumed_steps}" if has_resumed else "the beginning"
+        start = "the beginning"
+        if attempt.resumed_steps:
+            start = f"batch {attempt.resumed_steps}"
+        elif attempt.resumed_from is not None:
+            # A continued trial begins at another one's, whose batches are not its own.
+            start = f"checkpoint {attempt.resumed_from[:8]}"
         rows.append((attempt.number, attempt.state.value, slots, start, took, end))
     console().print()
     print_table(["Attempt", "State", "Slots", "From", "Took", "End"], rows, right=["Attempt"])
@@ -394,7 +398,7 @@ def stop(trials: TrialIds) -> None:
     print_answer([trial.data for trial in stopped], "\n".join(told))
 
 
-@trial_app.command("continue")
+@trial_app.command("continue", has_fields=True)
 def continue_trial(
     trial: Annotated[
         str | None,
@@ -423,9 +427,9 @@ def continue_trial(
     """Continue a trial, or the best one of an experiment, in a new experiment.
 
     The new experiment starts from the latest checkpoint of the trial, or from another one by
-    `--config searcher.source_checkpoint_uuid=UUID`. It is a `single` search: give it a length by
-    `--config searcher.max_length.epochs=20` if the script goes by one. With DIR it has the code
-    there; `paceline e diff` shows the changes.
+    `--config searcher.source_checkpoint_uuid=UUID`. It is a `single` search of the same length;
+    `--config searcher.max_length.epochs=20` gives another one. With DIR it has the code there;
+    `paceline e diff` shows the changes.
     """
     is_number = trial is not None and trial.isdecimal()
     # The first word is the directory where no trial is named.

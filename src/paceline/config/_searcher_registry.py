@@ -28,7 +28,12 @@ from paceline.config._fields_and_problems import (
     split_length,
     without_effect,
 )
-from paceline.config._searcher_section import Searcher, searcher_schema
+from paceline.config._searcher_section import (
+    AnySampler,
+    Searcher,
+    sampler_field,
+    searcher_schema,
+)
 
 if TYPE_CHECKING:
     from paceline.search._search_method import SearchConfig
@@ -217,6 +222,7 @@ class _Timed(Searcher):
 class _Halving(_Timed):
     has_rungs = True
 
+    sampler: AnySampler | None = sampler_field("tpe")
     divisor: float = Field(
         default=4.0, gt=1, allow_inf_nan=False, description="One of so many trials passes a rung."
     )
@@ -305,6 +311,7 @@ class MedianStoppingSearcher(_Timed):
     name: Literal["median_stopping"] = Field(
         default="median_stopping", description="Search method."
     )
+    sampler: AnySampler | None = sampler_field("tpe")
     min_time: Count = Field(default=1, description="Time before which no trial is stopped.")
     min_others: Count = Field(
         default=3, description="Other trials that must have reported before one is stopped."

@@ -54,8 +54,8 @@ class SamplerSection(Section):
 
     name: Text = Field(
         default="random",
-        description="`random`, `grid`, `sobol`, `optuna`, `external` for programs that answer over "
-        "the API, or a sampler of an installed package, by the name of its entry point.",
+        description="`random`, `grid`, `sobol`, `tpe`, `optuna`, `external` for programs "
+        "that answer over the API, or the name of an entry point of an installed package.",
     )
     of: Literal["tpe", "gp", "cmaes", "nsgaii"] | None = Field(
         default=None, description="Sampler of Optuna; `tpe` by default."
@@ -72,13 +72,17 @@ class SamplerSection(Section):
         if not re.fullmatch(r"[A-Za-z_][\w-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
             raise refused(
                 "must be a sampler",
-                "`random`, `grid`, `sobol`, `optuna`, `external` or the name of an installed one",
+                "`random`, `grid`, `sobol`, `tpe`, `optuna`, `external` or an installed one",
             )
         return value
 
     @model_validator(mode="after")
     def _check_use(self) -> "SamplerSection":
-        is_own = self.name in ("random", "grid", "sobol", EXTERNAL)
+        if self.of is None and not self.options:
+            return self
+        from paceline.search._samplers import OWN_SAMPLERS
+
+        is_own = self.name in (*OWN_SAMPLERS, EXTERNAL)
         if (self.of is not None and self.name != "optuna") or (is_own and self.options):
             raise refused(
                 f"must not have `{'options' if self.options else 'of'}`, as the sampler"
@@ -91,6 +95,14 @@ class SamplerSection(Section):
 AnySampler = Annotated[
     SamplerSection, BeforeValidator(_expand_sampler, json_schema_input_type=str | SamplerSection)
 ]
+
+
+def sampler_field(name: str | None) -> Any:
+    """Return the field `sampler` of a method whose default sampler has this name."""
+    return Field(
+        default=None if name is None else SamplerSection(name=name),
+        description="Where the hyperparameters of new trials come from; null is at random.",
+    )
 
 
 class SearchLimits(Section):
@@ -193,10 +205,7 @@ class Searcher(Section):
         description="Seconds that a trial stopped by the search may take to end by itself.",
     )
 
-    sampler: AnySampler | None = Field(
-        default=None,
-        description="Where the hyperparameters of new trials come from; at random by default.",
-    )
+    sampler: AnySampler | None = sampler_field(None)
     points_to_evaluate: list[JsonMap] = Field(
         default=[],
         max_length=1000,
@@ -274,7 +283,7 @@ class Searcher(Section):
         if value and (sampler is None or sampler.name in ("random", "grid", "sobol")):
             raise refused(
                 "must not be given without a sampler that learns",
-                hint="add for example `sampler: {name: optuna, of: tpe}`.",
+                hint="add for example `sampler: tpe`.",
             )
         return value
 

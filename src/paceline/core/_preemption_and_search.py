@@ -20,7 +20,7 @@ from paceline._base.journal_records import (
     decode_value,
     encode_metrics,
 )
-from paceline._base.run_directory import Control, RunDirectory
+from paceline._base.run_directory import Control, RunDirectory, configured_length
 from paceline.core._arguments import PreemptMode
 from paceline.core._distributed_context import DistributedContext
 
@@ -582,11 +582,3 @@ class SearcherContext:
                 return int(control.operation_length or 0)
             time.sleep(_ASK_POLL_S)
         return _WAIT
-
-
-def configured_length(searcher: Mapping[str, Any]) -> int | None:
-    """Return the longest training length of a searcher config, or None if there is no length."""
-    length = searcher.get("max_length", searcher.get("max_time"))
-    if isinstance(length, Mapping):
-        length = next(iter(length.values()), None)
-    return length if isinstance(length, int) and length > 0 else None

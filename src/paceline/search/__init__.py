@@ -1,7 +1,8 @@
 """Hyperparameter search: pure methods, the space they draw from, preview and simulator.
 
 Methods and `Search` do no I/O: `Search` takes inputs (events of trials, proposals of samplers) and
-returns operations (the next steps); the master stores both. Samplers run in a process of their own.
+returns operations (the next steps); the master stores both. Samplers that need more than NumPy run
+in a process of their own.
 """
 
 from __future__ import annotations

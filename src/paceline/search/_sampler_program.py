@@ -15,6 +15,7 @@ import msgspec
 from paceline._base.process_and_network import RequestProgram
 from paceline.search._hyperparameter_space import parse_space
 from paceline.search._samplers import (
+    IN_PROCESS,
     Ask,
     Observation,
     Proposal,
@@ -27,6 +28,8 @@ from paceline.search._samplers import (
 
 class SamplerProgram:
     """Sampler in a process, which starts with the first question and again after it has failed.
+
+    A sampler that needs nothing but NumPy works in the process of its user instead.
 
     Args:
         spec: The sampler.
@@ -44,13 +47,14 @@ class SamplerProgram:
         directory: str | None = None,
     ) -> None:
         self._timeout_s = spec.timeout_s
-        self._setup = {
+        self._setup: dict[str, Any] = {
             "name": spec.name,
             "options": spec.options,
             "hyperparameters": hyperparameters,
             "seed": seed,
             "takes_places": directory is not None,
         }
+        self._ask = _ask(**self._setup) if spec.name in IN_PROCESS else None
         # A module of its own: as the main one it would be a second one beside its first import.
         command = [sys.executable, "-m", __name__]
         self._program = RequestProgram(
@@ -63,6 +67,8 @@ class SamplerProgram:
         Raises:
             SamplerError: It has failed or ended, or takes too long.
         """
+        if self._ask is not None:
+            return self._ask(observations, n)
         seen = msgspec.to_builtins(observations)
         request = {"setup": self._setup, "observations": seen, "n": n}
         proposals: list[Proposal] = self._program.ask("ask", timeout_s=self._timeout_s, **request)

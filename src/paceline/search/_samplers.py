@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 # What Optuna itself does not install.
 _NEEDS = {"gp": ("scipy",), "cmaes": ("cmaes",)}
+OWN_SAMPLERS = ("random", "grid", "sobol", "tpe")
+"""The samplers that are part of Paceline and take no options."""
+IN_PROCESS = ("grid", "tpe")
+"""Those that need nothing but NumPy, so they work in the process of the search."""
+
 _POINTS = "points_to_evaluate"
 _LONGEST_TEXT = 500
 _LARGEST_NOTE = 64 * 1024
@@ -152,7 +157,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A sampler in plain words, as a config has it.
 
     Attributes:
-        name: "random", "grid", "sobol", "optuna", "external", the name of an entry point, or
+        name: "random", "grid", "sobol", "tpe", "optuna", "external", the name of an entry point, or
             "package.module:Class".
         options: The arguments of its class.
         timeout_s: How long an answer may take.
@@ -199,7 +204,7 @@ def check_installed(spec: SamplerSpec, *, takes_places: bool = False) -> None:
     elif ":" in name and takes_places:
         install = name.partition(":")[0].partition(".")[0]
         packages = [install]
-    elif name not in ("random", "grid", "sobol", "optuna") and installed_place(name) is None:
+    elif name not in (*OWN_SAMPLERS, "optuna") and installed_place(name) is None:
         known = ", ".join(sorted(point.name for point in entry_points(group=ENTRY_POINTS)))
         raise ImportError(
             f"The sampler `{name}` must be named by an entry point `{ENTRY_POINTS}` of a package"
@@ -223,8 +228,8 @@ def make_sampler(
     """Return a sampler.
 
     Args:
-        name: "grid", "sobol", "optuna", a name or place of an entry point, or with `takes_places`
-            the place of any class, "package.module:Class".
+        name: "grid", "sobol", "tpe", "optuna", a name or place of an entry point, or with
+            `takes_places` the place of any class, "package.module:Class".
         options: The arguments of the class.
         seed: The seed of the search, for samplers of Paceline that need one.
         takes_places: See `check_installed`.
@@ -236,6 +241,10 @@ def make_sampler(
         return GridSampler()
     if name == "sobol":
         return SobolSampler(seed)
+    if name == "tpe":
+        from paceline.search._tpe_sampler import TpeSampler
+
+        return TpeSampler()
     if name == "optuna":
         from paceline.search._optuna_sampler import OptunaSampler
 

@@ -89,8 +89,9 @@ class Study:
         space: Hyperparameters in the words of an experiment config.
         method: The search method in these words, for example ``{"name": "random", "metric":
             "loss", "max_trials": 50}``; by default trials without end, the smallest value wins.
-        sampler: "random", "grid", "sobol", ``{"name": "optuna", "of": "tpe"}``, "module:Class",
-            or a `Sampler`, which is asked in this process. It has priority over `method`'s.
+        sampler: "random", "grid", "sobol", "tpe", ``{"name": "optuna", "of": "tpe"}``,
+            "module:Class", or a `Sampler`, which is asked in this process. It has priority over
+            `method`'s.
         seed: The seed; drawn by default.
         directory: Where all that is asked and told is kept. The same call with the same directory
             continues the study after the end of its process. By default nothing is kept.

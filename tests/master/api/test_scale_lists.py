@@ -311,7 +311,8 @@ def test_rungs_of_a_search_that_goes_on_follow_its_inputs(
     monkeypatch.setattr(_stored_search_views, "_REST", 0)
     master = make_master(num_slots=1)
     searcher = {"name": "adaptive_asha", "metric": "loss", "max_trials": 4, "max_time": 4,
-                "time_metric": "batches", "max_concurrent_trials": 1}  # fmt: skip
+                "time_metric": "batches", "max_concurrent_trials": 1,
+                "sampler": "random"}  # fmt: skip
     master.create(searcher=searcher)
     master.schedule()
     seen = []

@@ -39,11 +39,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "grid": {"name": "grid", "max_concurrent_trials": 2},
     "halving": {
         "name": "async_halving", "max_trials": 6, "num_rungs": 2, "divisor": 2,
-        "max_concurrent_trials": 2, "time_metric": "epochs", "max_time": 4,
+        "max_concurrent_trials": 2, "time_metric": "epochs", "max_time": 4, "sampler": "random",
     },
     "adaptive": {
         "name": "adaptive_asha", "max_trials": 8, "divisor": 2, "max_concurrent_trials": 4,
-        "time_metric": "epochs", "max_time": 8,
+        "time_metric": "epochs", "max_time": 8, "sampler": "random",
     },
 }  # fmt: skip
 

@@ -255,6 +255,18 @@ def test_a_continued_trial_is_a_single_experiment_from_its_latest_checkpoint(ben
     bench.check_replay(created)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "length"),
+    [({}, {"epochs": 4}), ({"searcher": {"max_length": {"batches": 9}}}, {"batches": 9})],
+)
+def test_a_continued_trial_has_the_length_of_its_search_unless_it_gets_another(
+    bench: Any, overrides: dict[str, Any], length: dict[str, int]
+) -> None:
+    finished_trial(bench, "halving")
+    created = bench.command("continue_trial", 1, overrides, activate=True)
+    assert bench.experiment(created).config["searcher"]["max_length"] == length
+
+
 def test_a_continued_trial_may_change_single_hyperparameters(bench: Any) -> None:
     finished_trial(bench)
     overrides = {"hyperparameters": {"net": {"kind": "cnn"}}}

@@ -24,6 +24,7 @@ from paceline._cluster.master.store.row_ids_and_counts import insert_document, u
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
 from paceline.config._experiment_config import ExperimentConfig
+from paceline.config._fields_and_problems import UNITS
 from paceline.config._searcher_section import Searcher
 from paceline.config._validate_config import merge_configs, validate_config
 
@@ -287,6 +288,12 @@ def continued_trial_config(
         paceline.config.ConfigError: The overrides do not fit.
     """
     old = config_of(parent)
+    given = overrides.get("searcher")
+    has_length = isinstance(given, dict) and "max_length" in given
+    length: dict[str, Any] = {}
+    # Not beside another one: the two would be merged.
+    if old.searcher.length_unit in UNITS and not has_length:
+        length = {"max_length": {old.searcher.length_unit: old.searcher.length}}
     config = parent.config | {
         "name": f"{parent.name} (trial {trial.id} continued)",
         "searcher": {
@@ -294,6 +301,7 @@ def continued_trial_config(
             "metric": old.searcher.metric,
             "smaller_is_better": old.searcher.smaller_is_better,
             "source_trial_id": trial.id,
+            **length,
         },
         "hyperparameters": _as_constants(old.hyperparameters, trial.hparams),
     }

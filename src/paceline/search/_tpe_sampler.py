@@ -60,7 +60,9 @@ class TpeSampler(Sampler):
         ids_of_best = {seen.id for seen in best}
         cube = _Cube(space.parameters)
         good = self._points(space, best)
-        others = self._points(space, [seen for seen in known if seen.id not in ids_of_best])
+        rest = [seen for seen in known if seen.id not in ids_of_best]
+        # Where all points are counted, each one matters: see `_untried`.
+        others = self._points(space, rest[-_MOST_OTHERS:] if cube.is_real.any() else rest)
         found = []
         for _ in range(n):
             if len(ranked) < _FIRST_AT_RANDOM or rng.random() < _SHARE_AT_RANDOM:

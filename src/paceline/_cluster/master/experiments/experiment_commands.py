@@ -389,7 +389,9 @@ class Commands:
         if not reopened and not is_unfinished:
             raise RefusedError(
                 "nothing_to_continue",
-                f"Experiment {experiment_id} must have trials that did not complete, but all did.",
+                f"Experiment {experiment_id} must have trials that did not complete, but all did."
+                " Hint: `--max-trials N` adds trials, and `paceline t continue TRIAL` trains one"
+                " further, also one that a limit cut short.",
             )
         for trial in reopened:
             self._reopen_trial(transaction, trial)

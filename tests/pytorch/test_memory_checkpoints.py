@@ -5,9 +5,11 @@ import math
 import os
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -328,6 +330,23 @@ def test_seconds_pass_between_two_states(memory: Path) -> None:
     found: list[int] = []
     fit(lambda batch_idx: found.append(len(states(memory))), memory_checkpoints=1e6)
     assert found == [0, *[1] * 9]
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "interval_s"), [(None, 5.0), (object(), 10.0)], ids=["alone", "survivors"]
+)
+def test_a_share_of_the_time_is_also_for_what_survivors_need(
+    monkeypatch: pytest.MonkeyPatch, boundaries: object, interval_s: float
+) -> None:
+    memory: Any = SimpleNamespace(
+        _every=0.02, boundaries=boundaries, _stall_s=0.1, _begun_s=100.0, _processor_share=1.0,
+        _saver=SimpleNamespace(processor_s=0.0), _parts=SimpleNamespace(copy_s=0.0),
+    )  # fmt: skip
+    found = []
+    for now in (interval_s - 0.1, interval_s + 0.1):
+        monkeypatch.setattr(time, "monotonic", lambda now=now: 100.0 + now)
+        found.append(_memory_checkpoints.MemoryCheckpoints._is_due(memory))
+    assert found == [False, True]
 
 
 def test_leftovers_of_killed_owners_are_removed_and_no_others(tmp_path: Path, memory: Path) -> None:

@@ -478,10 +478,12 @@ class MemoryCheckpoints:
 
     def _is_due(self) -> bool:
         interval_s = self._every
-        if interval_s < 1:
+        if (share := self._every) < 1:
+            # The other half is for what survivors need to save the state of the last step.
+            share /= 1 if self.boundaries is None else 2
             processor_s = self._saver.processor_s + self._parts.copy_s
             cost_s = self._stall_s + processor_s * self._processor_share
-            interval_s = max(_LEAST_INTERVAL_S, cost_s / interval_s)
+            interval_s = max(_LEAST_INTERVAL_S, cost_s / share)
         return time.monotonic() >= self._begun_s + interval_s
 
     @contextmanager

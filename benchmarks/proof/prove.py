@@ -52,6 +52,7 @@ class Outcome:
     way: str
     returncode: int
     wall_s: float
+    begun: float = 0.0
     kills: list[float] = field(default_factory=list)
     outage: tuple[float, float] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +103,7 @@ def measure(way: str, options: argparse.Namespace) -> Outcome:
         )
         outcome = Outcome(way, returncode=0, wall_s=0.0)
         disturb(process, directory, outcome, master, options)
-        outcome.wall_s = time.time() - begin
+        outcome.wall_s, outcome.begun = time.time() - begin, begin
     outcome.returncode = process.returncode
     if outcome.returncode:
         print((directory / "output").read_text(errors="replace")[-3000:])
@@ -267,6 +268,10 @@ def read_steps(directory: Path, outcome: Outcome) -> dict[str, Any]:
         "distinct_steps": len(losses),
         "step_s": median,
         "goodput": len(losses) * median / outcome.wall_s,
+        # Where the rest of the time went, but for kills and what was done again.
+        "start_s": lines[0]["end"] - median - outcome.begun,
+        "slower_steps_s": sum(times) - len(times) * median,
+        "end_s": outcome.begun + outcome.wall_s - lines[-1]["end"],
         "lost_steps": len(lines) - len(losses),
         "repeated_with_another_loss": sum(len(values) > 1 for values in losses.values()),
         "recovery_s": statistics.median(recoveries) if recoveries else None,

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 from paceline import pytorch
 from paceline._training.engine.checkpoints import capture_and_restore as _capture
 from paceline._training.engine.checkpoints import checkpoint_saver as _background_saver
-from paceline._training.engine.checkpoints import sharded_state as _host_copies
+from paceline._training.engine.checkpoints import sharded_tensor_pieces as _host_copies
 from paceline.pytorch import _resumable_training, _training_checkpoints
 
 _PERIOD, _WORK_S, _NUM_WARM = 10, 0.005, 5

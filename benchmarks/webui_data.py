@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import insert, update
 
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.run_directory import JournalKey, RunInfo
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.master import Master

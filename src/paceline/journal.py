@@ -1,6 +1,6 @@
 """Append-only record of a training process's events, and the run directory."""
 
-from paceline._base.journal_files import Entry, JournalReader, JournalVersionError
+from paceline._base.journal_reading_and_writing import Entry, JournalReader, JournalVersionError
 from paceline._base.journal_records import (
     FORMAT_VERSION,
     AlertRaised,

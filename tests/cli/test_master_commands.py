@@ -345,7 +345,7 @@ def test_a_single_experiment_is_followed_to_its_end(mastered: Any, code: Path) -
 LOSE = """
 import os
 from pathlib import Path
-from paceline._base.journal_files import frame_line, segment_name
+from paceline._base.journal_reading_and_writing import frame_line, segment_name
 from paceline._base.journal_records import encode_record
 from paceline.journal import MetricsReported
 
@@ -368,7 +368,7 @@ for rank in (0, 2):
 RESTARTED = """
 import os
 from pathlib import Path
-from paceline._base.journal_files import frame_line, segment_name
+from paceline._base.journal_reading_and_writing import frame_line, segment_name
 from paceline._base.journal_records import encode_record
 from paceline.journal import AttemptStarted
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline import core
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline.core import _background_checkpoints as _checkpoint_parts
 from paceline.journal import (
     CheckpointDeleted,

@@ -12,7 +12,7 @@ import pytest
 import paceline
 from paceline import core
 from paceline._base.run_directory import Control, JournalKey, RunInfo
-from paceline.core import _run_directories
+from paceline.core import _run_opening
 from paceline.core._read_runs import newest_run_named
 from paceline.journal import (
     AttemptFinished,
@@ -93,7 +93,7 @@ def test_unusable_name_is_refused(name: Any) -> None:
 def test_runs_that_start_in_the_same_second_get_directories_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_run_directories.time, "strftime", lambda form: "20260102-030405")
+    monkeypatch.setattr(_run_opening.time, "strftime", lambda form: "20260102-030405")
     with core.init() as first, core.init() as second, core.init() as third:
         names = [context.run_dir.name for context in (first, second, third)]
     assert names == [f"20260102-030405-train{suffix}" for suffix in ("", "-2", "-3")]

@@ -7,7 +7,7 @@ import pytest
 
 import paceline
 from paceline import core
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import AttemptStarted, MetricsReported
 from paceline._base.run_directory import JournalKey, NotARunDirectoryError, RunDirectory
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline._training.engine.checkpoints.sharded_state import HostCopies
+from paceline._training.engine.checkpoints.sharded_tensor_pieces import HostCopies
 from paceline._training.engine.checkpoints.state_format import (
     StateFormatError,
     is_storable,

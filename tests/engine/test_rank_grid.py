@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from paceline._training.engine import devices as _tensor_copies
-from paceline._training.engine.checkpoints.sharded_state import (
+from paceline._training.engine.checkpoints.sharded_tensor_pieces import (
     HostCopies,
     parts_with_shard,
     take_sharded_tensor_pieces,

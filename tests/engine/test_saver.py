@@ -22,9 +22,9 @@ import torch
 from paceline import core
 from paceline._base.process_and_network import num_cores
 from paceline._training.engine.checkpoints import checkpoint_saver as _background_saver
-from paceline._training.engine.checkpoints import sharded_state as _host_copies
+from paceline._training.engine.checkpoints import sharded_tensor_pieces as _host_copies
 from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver
-from paceline._training.engine.checkpoints.sharded_state import GatheredCopies, HostCopies
+from paceline._training.engine.checkpoints.sharded_tensor_pieces import GatheredCopies, HostCopies
 from paceline._training.engine.checkpoints.state_format import StateInPieces, load_state
 from paceline.journal import RunDirectory
 

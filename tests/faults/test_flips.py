@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from paceline._base.files import DamagedSecretError, make_secret, read_secret
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import seal
 from paceline._base.run_directory import Control, RunInfo
 from paceline._cluster.master.home_directory import Home, SecretStore

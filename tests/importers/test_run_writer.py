@@ -22,7 +22,7 @@ NUM_RUNS, NUM_STEPS = 3, 40
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline.importers._export_files import RunImport
 
 append, left = JournalWriter.append, int(sys.argv[3])

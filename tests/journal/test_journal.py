@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from paceline import journal
 from paceline._base.files import NotRegularFileError
-from paceline._base.journal_files import JournalWriter, frame_line, segment_name
+from paceline._base.journal_reading_and_writing import JournalWriter, frame_line, segment_name
 from paceline._base.journal_records import encode_record
 from paceline.journal import (
     AnyRecord,
@@ -372,7 +372,7 @@ def test_killed_process_loses_no_acknowledged_record(
     code = """
 import sys
 from pathlib import Path
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline.journal import StatusReported
 writer = JournalWriter(Path(sys.argv[1]), segment_bytes=2000)
 number = 0
@@ -505,7 +505,7 @@ def test_a_full_disk_is_tried_at_intervals_and_not_at_every_report(
             raise
 
     clock = SimpleNamespace(time=time.time, monotonic=lambda: now[0])
-    monkeypatch.setattr("paceline._base.journal_files.time", clock)
+    monkeypatch.setattr("paceline._base.journal_reading_and_writing.time", clock)
     writer = JournalWriter(small_disk / "journal")
     writer.append(status("begin"))
     fill_disk(small_disk)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from paceline._base.files import write_atomically
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.run_directory import Control, JournalKey, RunInfo, TrialInfo
 from paceline.journal import NotARunDirectoryError, RunDirectory, RunVersionError, StatusReported
 

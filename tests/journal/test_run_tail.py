@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.run_directory import JournalKey, RunInfo, RunTail
 from paceline.journal import RunDirectory, StatusReported
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import xxhash
 
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.run_directory import JournalKey, RunInfo
 from paceline._cluster.master.experiments.attempt_runners import end_runner
 from paceline._cluster.master.nodes.checkpoint_transfers import Transfers

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
-from paceline._base.journal_files import JournalWriter, frame_line
+from paceline._base.journal_reading_and_writing import JournalWriter, frame_line
 from paceline._base.run_directory import JournalKey, RunInfo, RunTail, TrialInfo
 from paceline._cluster.master.experiments import directory_watchers
 from paceline._cluster.master.experiments.directory_watchers import RunsWatcher

@@ -17,7 +17,7 @@ import httpx2
 import psutil
 import pytest
 
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.run_directory import JournalKey, RunInfo
 from paceline._cluster.messages.runner_messages import AttemptSpec
 from paceline._cluster.runner.attempt_directory import AttemptDirectory

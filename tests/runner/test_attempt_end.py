@@ -18,7 +18,7 @@ import msgspec
 import psutil
 import pytest
 
-from paceline._base.journal_files import JournalWriter, segment_name
+from paceline._base.journal_reading_and_writing import JournalWriter, segment_name
 from paceline._cluster.messages.runner_messages import AttemptEnd
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_directory import AttemptDirectory

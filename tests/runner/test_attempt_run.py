@@ -374,7 +374,7 @@ def test_a_journal_of_another_version_fails_the_attempt_and_says_so(
 ) -> None:
     script = """
 import os
-from paceline._base.journal_files import frame_line, segment_name
+from paceline._base.journal_reading_and_writing import frame_line, segment_name
 path = os.path.join(os.environ["PACELINE_RUN_DIR"], "journal", "a1.g0.r0")
 os.makedirs(path)
 with open(os.path.join(path, segment_name(0)), "wb") as file:
@@ -395,7 +395,7 @@ def test_records_that_the_master_refuses_are_named_and_the_rest_arrives(
     script = f"""
 import os, time
 from pathlib import Path
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline.journal import MetricsReported
 path = Path(os.environ["PACELINE_RUN_DIR"]) / "journal" / "a1.g0.r0"
 journal = JournalWriter(path)

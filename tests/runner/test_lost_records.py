@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import os, time
 from pathlib import Path
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline.journal import AttemptFinished, MetricsReported
 
 root = Path(os.environ["PACELINE_RUN_DIR"]) / "journal"

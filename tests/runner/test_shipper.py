@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline._base.journal_files import JournalWriter, frame_line, segment_name
+from paceline._base.journal_reading_and_writing import JournalWriter, frame_line, segment_name
 from paceline._cluster.master.store.upgrades import copy_database
 from paceline._cluster.messages.runner_messages import AttemptControl, AttemptEnd
 from paceline._cluster.messages.states import ExitReason

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from paceline._base.files import remove_leftover_directories
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import AttemptStarted, check_seal, seal
 from paceline._base.run_directory import JournalKey, RunDirectory, RunInfo
 from paceline._base.run_memory import own_run_memory, run_memory

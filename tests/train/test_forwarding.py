@@ -17,7 +17,7 @@ import torch
 
 from paceline import train
 from paceline._base.files import temporary_directory
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.run_directory import RunInfo, TrialInfo
 from paceline._training.workers.channels import BlockingChannel, DriverLink, FrameKind
 from paceline._training.workers.ray import forwarded_storage as _storage_requests

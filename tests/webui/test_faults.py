@@ -57,7 +57,7 @@ def test_markup_is_shown_as_text(master: Any, marked: Any, open_page: Any) -> No
 LOSE = """
 import os
 from pathlib import Path
-from paceline._base.journal_files import frame_line, segment_name
+from paceline._base.journal_reading_and_writing import frame_line, segment_name
 from paceline._base.journal_records import encode_record
 from paceline.journal import StatusReported
 

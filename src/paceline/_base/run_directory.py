@@ -25,7 +25,7 @@ from paceline._base.files import (
     regular_opener,
     write_atomically,
 )
-from paceline._base.journal_files import Entry, JournalReader
+from paceline._base.journal_reading_and_writing import Entry, JournalReader
 from paceline._base.journal_records import (
     MediaFile,
     MediaReported,

@@ -33,7 +33,7 @@ from paceline.config._searcher_section import BATCHES, Searcher
 from paceline.config._validate_config import validate_config
 from paceline.core._arguments import Outcome
 from paceline.core._attempt_journal import begin_journal, end_journal, outcome_of
-from paceline.core._run_directories import RESUME_VARIABLE, OpenedRun, open_run, run_name
+from paceline.core._run_opening import RESUME_VARIABLE, OpenedRun, open_run, run_name
 from paceline.core._train_context import RunFeedback, ending_of
 from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._sampler_program import SamplerProgram

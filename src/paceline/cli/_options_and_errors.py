@@ -493,7 +493,7 @@ def nested_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 _USER_ERRORS = frozenset(
     f"paceline.{name}"
     for name in (
-        "_base.journal_files.JournalVersionError",
+        "_base.journal_reading_and_writing.JournalVersionError",
         "_base.run_directory.NotARunDirectoryError",
         "_base.run_directory.RunVersionError",
         "_cluster.master.home_directory.HomeInUseError",

@@ -232,7 +232,7 @@ def _run_experiment(file: Path, workers: str | None, resume: str | None, changes
 
 def _newest_of(config: "ExperimentConfig") -> Path | None:
     from paceline.core._read_runs import RUNS_DIRECTORY
-    from paceline.core._run_directories import run_to_resume
+    from paceline.core._run_opening import run_to_resume
 
     found = run_to_resume(Path.cwd() / RUNS_DIRECTORY, local_run_name(config), "auto")
     return None if found is None else found.path
@@ -286,7 +286,7 @@ def run_locally(
 
 def _create_run(config: "ExperimentConfig") -> RunDirectory:
     from paceline.config._environment_and_secrets import hide_secrets
-    from paceline.core._run_directories import new_run_storage
+    from paceline.core._run_opening import new_run_storage
 
     seed = config.reproducibility.experiment_seed
     trial = _first_trial(config, secrets.randbelow(2**31) if seed is None else seed)

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from paceline._base.journal_files import Entry
+from paceline._base.journal_reading_and_writing import Entry
 from paceline._base.journal_records import MediaFile
 from paceline._base.process_and_network import integer_setting
 from paceline._base.run_directory import (

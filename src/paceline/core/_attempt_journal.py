@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 from paceline._base.arguments_and_errors import text_of
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import (
     DIVERGED,
     AttemptFinished,
@@ -42,7 +42,7 @@ from paceline.core._arguments import (
 )
 from paceline.core._process_environment import describe_environment
 from paceline.core._read_runs import summarize_run
-from paceline.core._run_directories import OpenedRun
+from paceline.core._run_opening import OpenedRun
 from paceline.storage._checkpoint_files import failing_store_of
 
 logger = logging.getLogger(__name__)

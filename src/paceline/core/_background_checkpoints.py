@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import CheckpointDeleted, CheckpointStored
 from paceline._base.process_and_network import join, wait_until
 from paceline._base.run_directory import RunDirectory

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import (
     MAX_METADATA_BYTES,
     CheckpointFilesDeleted,

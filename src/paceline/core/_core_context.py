@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from paceline import faults
 from paceline._base.arguments_and_errors import text_of
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline.core._arguments import InvalidHP, Outcome, PreemptMode, TensorboardMode
 from paceline.core._attempt_journal import (
@@ -36,7 +36,7 @@ from paceline.core._preemption_and_search import (
 from paceline.core._process_environment import ClusterInfo, apply_determinism, cluster_info_of
 from paceline.core._profiler_context import ProfilerContext
 from paceline.core._read_runs import run_storage
-from paceline.core._run_directories import OpenedRun, open_run
+from paceline.core._run_opening import OpenedRun, open_run
 from paceline.core._run_storage import GivenStorage, NodeStorage, check_given_storage, given_storage
 from paceline.core._trackers_and_tensorboard import (
     TensorboardFiles,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline import faults
 from paceline._base.files import write_atomically
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import MediaFile, MediaReported, RecordLost
 from paceline._base.run_directory import MEDIA_MARK, RunDirectory, check_file_path
 from paceline.core._arguments import checked_steps, rank_group

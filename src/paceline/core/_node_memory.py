@@ -20,7 +20,7 @@ from paceline.core._arguments import DistributedError
 from paceline.core._background_checkpoints import CheckpointParts, StoreFailures, delete_others
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._read_runs import read_history
-from paceline.core._run_directories import OpenedRun, steps_up_to
+from paceline.core._run_opening import OpenedRun, steps_up_to
 from paceline.core._run_storage import NodeStorage, memory_storage
 from paceline.storage._checkpoint_files import (
     MANIFEST_NAME,

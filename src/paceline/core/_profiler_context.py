@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline._base.gpus import Nvml, NvmlDevice, names_in_variable
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import encode_metrics
 from paceline.core._arguments import rank_group
 from paceline.core._attempt_journal import record_metrics

@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline._base.journal_files import Entry
+from paceline._base.journal_reading_and_writing import Entry
 from paceline._base.journal_records import (
     AlertRaised,
     AttemptFinished,

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from paceline._base.imports import loaded_class, offered_points
-from paceline._base.journal_files import Entry
+from paceline._base.journal_reading_and_writing import Entry
 from paceline._base.journal_records import CheckpointDeleted, CheckpointStored, MetricsReported
 from paceline._base.run_directory import JournalKey, RunDirectory, RunInfo, RunTail
 from paceline.core._arguments import Outcome, TensorboardMode, numbers_of
-from paceline.core._run_directories import OpenedRun
+from paceline.core._run_opening import OpenedRun
 from paceline.storage._checkpoint_storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)

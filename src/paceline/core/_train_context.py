@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from paceline import faults
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import (
     ALERT_LEVELS,
     MAX_STATUS,
@@ -66,7 +66,7 @@ from paceline.core._launcher_place import launched_place
 from paceline.core._media import MediaReports
 from paceline.core._preemption_and_search import ControlFile, SearchDecision
 from paceline.core._read_runs import RUNS_DIRECTORY, last_steps, read_history, standing_metrics
-from paceline.core._run_directories import RESUME_VARIABLE, OpenedRun, run_name
+from paceline.core._run_opening import RESUME_VARIABLE, OpenedRun, run_name
 from paceline.core._trackers_and_tensorboard import PathMangler, PathSelector, TensorboardFiles
 
 logger = logging.getLogger(__name__)

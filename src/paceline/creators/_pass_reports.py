@@ -40,7 +40,7 @@ from paceline.core._attempt_journal import (
 )
 from paceline.core._core_context import has_context
 from paceline.core._distributed_context import DistributedContext
-from paceline.core._run_directories import RESUME_VARIABLE, next_run_number, open_run
+from paceline.core._run_opening import RESUME_VARIABLE, next_run_number, open_run
 from paceline.core._train_context import RunFeedback, alert_of, ending_of, log_alert
 
 logger = logging.getLogger(__name__)

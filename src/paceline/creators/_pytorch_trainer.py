@@ -22,7 +22,7 @@ from paceline._training.workers.worker_settings import (
 )
 from paceline._training.workers.workers import ElasticLimits, Workers
 from paceline.core._attempt_journal import VALIDATION
-from paceline.core._run_directories import local_directory
+from paceline.core._run_opening import local_directory
 from paceline.core._run_storage import GivenStorage, given_storage
 from paceline.core._trackers_and_tensorboard import as_trackers
 from paceline.creators._creator_arguments import (

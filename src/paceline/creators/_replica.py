@@ -14,7 +14,7 @@ from paceline._training.engine.checkpoints.capture_and_restore import (
     restore_generators,
 )
 from paceline._training.engine.checkpoints.resume_differences import SettingChanges, built_settings
-from paceline._training.engine.checkpoints.sharded_state import (
+from paceline._training.engine.checkpoints.sharded_tensor_pieces import (
     joined_pieces,
     outline_of,
     take_sharded_tensor_pieces,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline import core, pytorch
 from paceline._training.engine.metric_reducers import ExplainedVariance
 from paceline._training.engine.rank_differences import check_same_data
-from paceline.core._run_directories import local_directory, resuming_by
+from paceline.core._run_opening import local_directory, resuming_by
 from paceline.data._torch_loaders import mover_to
 from paceline.declarative._config_object import TrainingConfig, with_hyperparameters
 from paceline.declarative._losses import LossTracker, accuracy

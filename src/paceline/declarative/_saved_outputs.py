@@ -16,7 +16,7 @@ from paceline import pytorch
 from paceline._base.files import replacing_atomically
 from paceline._base.imports import required_library
 from paceline._training.engine.checkpoints.checkpoint_saver import KeptCheckpoints
-from paceline._training.engine.checkpoints.sharded_state import gathered
+from paceline._training.engine.checkpoints.sharded_tensor_pieces import gathered
 from paceline._training.engine.checkpoints.weight_exports import export_onnx
 from paceline.core._distributed_context import DistributedContext
 from paceline.declarative._losses import LossTracker

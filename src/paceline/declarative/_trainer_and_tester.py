@@ -21,7 +21,7 @@ from paceline.config._fields_and_problems import ConfigError
 from paceline.config._read_yaml import apply_overrides, parse_yaml
 from paceline.core._arguments import NonFiniteError
 from paceline.core._launcher_place import launched_place
-from paceline.core._run_directories import run_name
+from paceline.core._run_opening import run_name
 from paceline.data._torch_loaders import to_device
 from paceline.declarative._built_trainer import BuiltTrainer
 from paceline.declarative._config_object import InferenceConfig, PretrainingConfig, TrainingConfig

@@ -23,7 +23,7 @@ from paceline._base.files import (
     sync_directory,
     write_atomically,
 )
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import (
     MAX_METADATA_BYTES,
     AnyRecord,

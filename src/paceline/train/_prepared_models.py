@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline._base.arguments_and_errors import check_count, one_of
-from paceline._training.engine.checkpoints.sharded_state import gathered
+from paceline._training.engine.checkpoints.sharded_tensor_pieces import gathered
 from paceline._training.engine.devices import Precision, compute_in
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     ShardUnits,

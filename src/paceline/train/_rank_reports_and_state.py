@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline import faults
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import TimeSpent, encode_metrics
 from paceline._base.run_directory import JournalKey
 from paceline._training.engine.checkpoints.capture_and_restore import (

@@ -26,7 +26,7 @@ from paceline._training.workers.workers import ElasticLimits, Workers
 from paceline.core._arguments import GivenUpError, searched_metrics
 from paceline.core._attempt_journal import describe_error, outcome_of, record_failed_end
 from paceline.core._read_runs import storage_at
-from paceline.core._run_directories import OpenedRun
+from paceline.core._run_opening import OpenedRun
 from paceline.core._run_storage import discard_unfinished
 from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.train._run_protocol import (

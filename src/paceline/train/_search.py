@@ -22,7 +22,7 @@ from paceline._training.masterless_search_trials import (
     search_journal,
 )
 from paceline._training.workers.ray.cluster import RayConnection
-from paceline.core._run_directories import local_directory
+from paceline.core._run_opening import local_directory
 from paceline.core._train_context import RunFeedback
 from paceline.storage._checkpoint_files import CheckpointNotFoundError
 from paceline.train._run_protocol import Checkpoint

@@ -19,7 +19,7 @@ from paceline._training.masterless_search_trials import (
     search_journal,
 )
 from paceline.config._validate_config import validate_config
-from paceline.core._run_directories import local_directory
+from paceline.core._run_opening import local_directory
 from paceline.search._sampler_program import SamplerProgram
 from paceline.search._samplers import (
     Ask,

@@ -15,7 +15,7 @@ from paceline._base.imports import html_table, text_table
 from paceline._training.workers.ray.cluster import check_ray_data
 from paceline._training.workers.worker_settings import checked_resources
 from paceline.core._arguments import GivenUpError
-from paceline.core._run_directories import (
+from paceline.core._run_opening import (
     OpenedRun,
     join_run,
     local_directory,

@@ -18,7 +18,7 @@ from PIL import Image
 from sqlalchemy import select
 
 from paceline import core
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import MediaFile, MediaReported
 from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._cluster.master.experiments.directory_watchers import RunsWatcher

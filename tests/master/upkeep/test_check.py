@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, update
 
-from paceline._base.journal_files import frame_line
+from paceline._base.journal_reading_and_writing import frame_line
 from paceline._base.journal_records import encode_record
 from paceline._cluster.master.home_directory import Home, HomeInUseError
 from paceline._cluster.master.store import tables

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Engine, delete, event, func, insert, select, update
 
-from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.run_directory import JournalKey, RunInfo
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.store import tables, user_tables

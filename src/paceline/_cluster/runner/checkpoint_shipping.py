@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from paceline import faults
-from paceline._base.journal_files import JournalReader, JournalVersionError
+from paceline._base.journal_reading_and_writing import JournalReader, JournalVersionError
 from paceline._base.journal_records import (
     CheckpointDeleted,
     CheckpointFilesDeleted,

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline._base.files import open_private
-from paceline._base.journal_files import Entry, JournalReader, JournalVersionError
+from paceline._base.journal_reading_and_writing import Entry, JournalReader, JournalVersionError
 from paceline._base.journal_records import MediaFile, RecordLost, encode_record
 from paceline._base.run_directory import (
     MAX_SMALL_BYTES,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from paceline._training.engine.checkpoints.sharded_state import (
+from paceline._training.engine.checkpoints.sharded_tensor_pieces import (
     accept_whole_states,
     accept_whole_tensors,
     check_sharded,

@@ -23,7 +23,7 @@ from paceline._cluster.master.experiments.failure_causes import (
     num_in_a_row,
 )
 from paceline._cluster.master.experiments.scheduler_input import read_cluster
-from paceline._cluster.master.experiments.search_operations import (
+from paceline._cluster.master.experiments.search_inputs_and_proposals import (
     describe_missing_metric,
     describe_nan_metric,
     describe_untrained,

@@ -14,7 +14,7 @@ from paceline._base.journal_records import (
     decode_value,
     encode_float,
 )
-from paceline._cluster.master.experiments.search_operations import (
+from paceline._cluster.master.experiments.search_inputs_and_proposals import (
     describe_missing_metric,
     is_single,
     num_validations,

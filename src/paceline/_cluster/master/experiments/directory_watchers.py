@@ -21,7 +21,7 @@ from zlib import crc32
 import msgspec
 
 from paceline._base.files import NotRegularFileError
-from paceline._base.journal_files import Entry
+from paceline._base.journal_reading_and_writing import Entry
 from paceline._base.journal_records import (
     AnyRecord,
     MediaFile,

@@ -27,12 +27,12 @@ from paceline._cluster.master.experiments.scheduler_input import (
     check_pool_rules,
     check_slots,
 )
-from paceline._cluster.master.experiments.search_limits import change_limits, tell_time_before
-from paceline._cluster.master.experiments.search_operations import (
+from paceline._cluster.master.experiments.search_inputs_and_proposals import (
     add_proposal,
     checked_proposal,
     takes_inputs,
 )
+from paceline._cluster.master.experiments.search_limits import change_limits, tell_time_before
 from paceline._cluster.master.experiments.state_decisions import (
     RefusedError,
     SearchEnd,

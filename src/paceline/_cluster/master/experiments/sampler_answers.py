@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Row, select
 
-from paceline._cluster.master.experiments.search_operations import takes_inputs
+from paceline._cluster.master.experiments.search_inputs_and_proposals import takes_inputs
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables

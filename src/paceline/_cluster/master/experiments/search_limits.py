@@ -7,7 +7,7 @@ import msgspec
 from sqlalchemy import Connection, Row, delete, func, or_, select, update
 
 from paceline._cluster.master.experiments.config_rules import check_changed_config
-from paceline._cluster.master.experiments.search_operations import takes_inputs
+from paceline._cluster.master.experiments.search_inputs_and_proposals import takes_inputs
 from paceline._cluster.master.experiments.state_decisions import INVALID_HP, RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables

@@ -12,7 +12,7 @@ from paceline._cluster.master.experiments.failure_causes import (
     counted_trial_states,
     describe_failure,
 )
-from paceline._cluster.master.experiments.search_operations import (
+from paceline._cluster.master.experiments.search_inputs_and_proposals import (
     SearchOperations,
     describe_unmeasured,
 )

@@ -13,11 +13,11 @@ import msgspec
 from sqlalchemy import Row, delete, select
 
 from paceline._base.files import sync_directory
-from paceline._base.journal_files import JournalVersionError
+from paceline._base.journal_reading_and_writing import JournalVersionError
 from paceline._base.run_directory import RunDirectory
 from paceline._cluster.master.experiments.best_values import recompute_best
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
-from paceline._cluster.master.experiments.search_operations import SearchOperations
+from paceline._cluster.master.experiments.search_inputs_and_proposals import SearchOperations
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.stored_searches import Searches
 from paceline._cluster.master.home_directory import files_of, move_lost_files_aside

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Row, delete, select
 
 from paceline import faults
 from paceline._base.files import regular_opener
-from paceline._base.journal_files import frame_line
+from paceline._base.journal_reading_and_writing import frame_line
 from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.database import Database, DatabaseLostError, Transaction
 from paceline._cluster.master.store.recovery_rows import (

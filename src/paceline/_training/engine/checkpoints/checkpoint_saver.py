@@ -19,7 +19,7 @@ from paceline import core
 from paceline._base.journal_records import CheckpointStored
 from paceline._base.process_and_network import join, num_cores, wait_until
 from paceline._base.run_directory import RunDirectory
-from paceline._training.engine.checkpoints.sharded_state import HostCopies, parts_with_shard
+from paceline._training.engine.checkpoints.sharded_tensor_pieces import HostCopies, parts_with_shard
 from paceline._training.engine.checkpoints.state_format import save_state
 from paceline.core._background_checkpoints import StoreFailures
 from paceline.storage._checkpoint_files import CheckpointError, CheckpointNotFoundError

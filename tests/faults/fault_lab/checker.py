@@ -90,7 +90,9 @@ def check_decisions(
                 break
     checked = validate_config(experiment.config)
     inputs = [input_from_json(json.dumps(given)) for given in found[1]]
-    decided = replay(checked.search_config(), checked.hyperparameters, _SEED, inputs)
+    searcher, space = checked.searcher, checked.hyperparameters
+    asks = searcher.is_asking
+    decided = replay(checked.search_config(), space, _SEED, inputs, is_asking=asks)
     if [[json.loads(message_to_json(o)) for o in made] for made in decided] != found[2]:
         verdict.decisions.append("the stored inputs lead to other operations than those stored")
 

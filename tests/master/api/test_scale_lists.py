@@ -218,7 +218,7 @@ def halving(master: Any, look_after: int = 0) -> None:
     """Run a halving search of nine trials to its end; look at its rungs after some of them."""
     searcher = {"name": "adaptive_asha", "metric": "loss", "max_trials": 9, "max_time": 4,
                 "time_metric": "batches", "divisor": 2, "mode": "aggressive",
-                "max_concurrent_trials": 1}  # fmt: skip
+                "max_concurrent_trials": 1, "sampler": "random"}  # fmt: skip
     master.create(searcher=searcher)
     for attempt in range(1, 10):
         master.schedule()

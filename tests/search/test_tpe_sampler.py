@@ -195,6 +195,16 @@ def test_it_proposes_from_odd_spaces(hyperparameters: dict[str, Any]) -> None:
     assert len(trials) == 30
 
 
+def test_a_space_of_very_many_hyperparameters_is_drawn_at_random() -> None:
+    # In the master, where 24 candidates x 1,000 trials x 10,000 numbers would be 2 GB.
+    real = {"type": "double", "minval": 0.0, "maxval": 1.0}
+    for size, is_drawn in ((100, False), (101, True)):
+        space = parse_space({f"x{i}": real for i in range(size)})
+        trials = searched(space, 20, 11, lambda h: {"loss": h["x0"]})
+        proposals = TpeSampler().ask(space, trials, 20, np.random.default_rng(0))
+        assert all(one.why == "at random" for one in proposals) is is_drawn
+
+
 @pytest.mark.parametrize("loss", [0.0, 1e308, -1e308])
 def test_equal_and_extreme_losses_are_ranked(loss: float) -> None:
     trials = searched(parse_space(MIXED), 30, 10, lambda _: {"loss": loss})

@@ -28,6 +28,9 @@ _BEST_SHARE, _MOST_BEST = 0.15, 25
 _NUM_CANDIDATES = 24
 # The density of the others has the newest of them, so a proposal takes as long in a long search.
 _MOST_OTHERS = 1000
+# It works in the master, whose memory and time are not for anyone's space of any size; and products
+# over more hyperparameters leave the range of floats.
+_MOST_PARAMETERS = 100
 # An integer with more values than these is like a real number.
 _MOST_CELLS = 1000
 # A logistic kernel of this steepness has the standard deviation 1. NumPy has no error function.
@@ -44,7 +47,8 @@ class TpeSampler(Sampler):
     however long it has trained; with several objectives, by how many others dominate it. Running
     trials count among the others, so that no two trials try one place, and so do those that ran out
     of memory or refused their hyperparameters. Failed ones count for nothing. Where no
-    hyperparameter is a real number, what was tried is not proposed again.
+    hyperparameter is a real number, only draws at random repeat what was tried. More than 100
+    hyperparameters are drawn at random.
     """
 
     def __init__(self) -> None:
@@ -64,8 +68,9 @@ class TpeSampler(Sampler):
         # Where all points are counted, each one matters: see `_untried`.
         others = self._points(space, rest[-_MOST_OTHERS:] if cube.is_real.any() else rest)
         found = []
+        is_random = len(ranked) < _FIRST_AT_RANDOM or cube.size > _MOST_PARAMETERS
         for _ in range(n):
-            if len(ranked) < _FIRST_AT_RANDOM or rng.random() < _SHARE_AT_RANDOM:
+            if is_random or rng.random() < _SHARE_AT_RANDOM:
                 point, why = cube.snapped(rng.random((1, cube.size)))[0], "at random"
             else:
                 point = _untried(cube, good, others, rng)
@@ -89,6 +94,8 @@ def _ranked(trials: Sequence[Observation]) -> list[Observation]:
     ]
     if not (ended and ended[0].losses):
         return sorted(ended, key=lambda seen: seen.loss or 0.0)
+    # Each insertion compares with all others.
+    ended = ended[-_MOST_OTHERS:]
     rung = FrontRung(0, len(ended[0].losses))
     for seen in ended:
         rung.insert(seen.id, seen.losses)

@@ -337,7 +337,7 @@ def test_what_was_judged_is_told_with_the_chiefs_newest_record(
     master.start()
     searcher = {
         "name": "async_halving", "metric": "x", "time_metric": "batches", "max_time": 4,
-        "num_rungs": 1, "max_trials": 1,
+        "num_rungs": 1, "max_trials": 1, "sampler": "random",
     }  # fmt: skip
     experiment_id = master.create(SLEEP, searcher=searcher)
     wait_until(lambda: master.trial(experiment_id)["attempts"])

@@ -247,7 +247,7 @@ def test_reports_that_a_search_judges_are_answered_by_what_is_wanted_since_then(
     """The second of two trials is stopped at the rung; a runner that missed that asks again."""
     searcher = {
         "name": "async_halving", "metric": "loss", "time_metric": "batches", "max_time": 4,
-        "num_rungs": 2, "max_trials": 2, "divisor": 2,
+        "num_rungs": 2, "max_trials": 2, "divisor": 2, "sampler": "random",
     }  # fmt: skip
     master.create(searcher=searcher)
     master.create()

@@ -211,7 +211,8 @@ def test_asks_that_nobody_answers_in_time_are_drawn_at_random_and_counted(master
         "max_concurrent_trials": 2,
     }
     master.create(searcher=searcher)
-    (late,) = asks_of(master)["asks"] or [None]
+    # The ask for the point of the config may be open, or the other one already answered.
+    late = (asks_of(master)["asks"] or [None])[-1]
     deadline = time.monotonic() + 60
     while len(trials_of(master)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)

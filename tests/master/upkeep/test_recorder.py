@@ -152,8 +152,9 @@ def test_what_a_search_has_judged_is_not_judged_again(make_master: Any) -> None:
     """The journal of an attempt that runs is read anew up to the last input of its search."""
     master = make_master(1)
     master.create(
-        searcher={"name": "adaptive_asha", "metric": "loss", "max_trials": 4, "max_length": 16},
-    )
+        searcher={"name": "adaptive_asha", "metric": "loss", "max_trials": 4, "max_length": 16,
+                  "sampler": "random"},
+    )  # fmt: skip
     master.schedule()
     while write_some(master.core.database, master.home.path):
         pass

@@ -32,6 +32,7 @@ COMMANDS = {
     "nvrx": ["-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--rdzv_backend", "c10d",
              "--rdzv_endpoint", "localhost:0", "--nproc-per-node", "2", "--max-restarts", "1000",
              str(HERE / "ddp_loop.py")],
+    "torchft": [str(HERE / "torchft_loop.py")],
     "paceline-master": [],
 }  # fmt: skip
 # Those that need no other packages than `make proof` installs.
@@ -41,6 +42,7 @@ NAMES = {
     "ray": "Ray Train",
     "lightning": "Lightning, torchrun's restarts",
     "nvrx": "NVRx's ft_launcher, a loop with DDP",
+    "torchft": "torchft, two replicas",
     "paceline-master": "Paceline, under a master that is dead for a while",
 }
 
@@ -266,6 +268,7 @@ def read_steps(directory: Path, outcome: Outcome) -> dict[str, Any]:
     return {
         "executions": len(lines),
         "distinct_steps": len(losses),
+        "steps_of_one_rank": sum(line["ranks"] == 1 for line in lines),
         "step_s": median,
         "goodput": len(losses) * median / outcome.wall_s,
         # Where the rest of the time went, but for kills and what was done again.
@@ -293,6 +296,8 @@ def table(outcomes: list[Outcome], num_steps: int) -> str:
             str(facts["lost_steps"]), str(facts["repeated_with_another_loss"]),
             f"{facts['distinct_steps']} of {num_steps}",
         ])  # fmt: skip
+        if facts["steps_of_one_rank"]:
+            rows[-1][0] += f" ({facts['steps_of_one_rank']} steps of one worker alone)"
         if "reports_missing" in facts:
             rows[-1][0] += (
                 f" ({facts['state']}; {facts['reports_missing']} reports missing,"

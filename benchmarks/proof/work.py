@@ -75,17 +75,21 @@ def batch_of(text: Text, step: int, rank: int) -> Tensor:
 
 
 class StepLog:
-    """Appends one line for each step that this rank executes, and says which process it is."""
+    """Appends one line for each step that is executed, and says which process this rank is."""
 
-    def __init__(self, rank: int, directory: Path = DIRECTORY) -> None:
+    def __init__(
+        self, rank: int, directory: Path = DIRECTORY, *, file_of: int | None = None
+    ) -> None:
         torch.set_num_threads(1)
         mark = directory / f"rank-{rank}.pid"
         beside = mark.with_suffix(f".{os.getpid()}")
         beside.write_text(str(os.getpid()))
         os.replace(beside, mark)
-        self._file = (directory / f"steps-{rank}.jsonl").open("a", buffering=1)
+        number = rank if file_of is None else file_of
+        self._file = (directory / f"steps-{number}.jsonl").open("a", buffering=1)
 
-    def __call__(self, step: int, loss: Tensor) -> None:
+    def __call__(self, step: int, loss: Tensor, num_ranks: int = 2) -> None:
         """Log that step number `step` was executed just now, with its loss to the last bit."""
-        line = {"step": step, "end": time.time(), "pid": os.getpid(), "loss": float(loss).hex()}
+        line = {"step": step, "end": time.time(), "pid": os.getpid(), "loss": float(loss).hex(),
+                "ranks": num_ranks}  # fmt: skip
         self._file.write(json.dumps(line) + "\n")

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import paceline as package
+from paceline.cli._experiment_description import result_fields
 from paceline.config import validate_config
 from paceline.search import parse_space
 
@@ -115,10 +116,20 @@ def test_the_script_of_the_skill_trains_in_the_search_of_the_skill(
         (tmp_path / name).write_text(re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL)[1])  # type: ignore[index]
     more = ("--config", "searcher.max_trials=3")
     fields = ("--fields", "id,state,best_trial")
-    found = mastered("e", "create", "config.yaml", ".", "-f", *more, *fields, cwd=tmp_path).stdout
-    made = json.loads(found)
+    create = ("e", "create", "config.yaml", ".", *more)
+    refused = mastered(*create, "--fields", "id,nope", cwd=tmp_path, code=1)
+    assert "'nope'" in refused.stderr
+    made = json.loads(mastered(*create, "-f", *fields, cwd=tmp_path).stdout)
     assert set(made) == {"id", "state", "best_trial"}
-    assert made["state"] == "COMPLETED"
+    assert (made["id"], made["state"]) == (1, "COMPLETED"), "what was refused has made nothing"
+    whole = json.loads(mastered("e", "wait", "1", "--json").stdout)
+    assert set(whole) == {*result_fields()}
+    assert json.loads(mastered("e", "wait", "1", "--fields", "state").stdout) == {
+        "state": "COMPLETED"
+    }
+    assert json.loads(mastered("e", "fork", "1", ".", "--fields", "id", cwd=tmp_path).stdout) == {
+        "id": 2
+    }
     best = made["best_trial"]
     assert best["steps_completed"] == 8
     # Without a length it has that of the search, which this trial has reached.

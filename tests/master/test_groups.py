@@ -143,6 +143,24 @@ def test_the_first_member_that_fails_ends_the_others_and_is_named(group: Group) 
     assert group.trial["restarts"] == 1
 
 
+@pytest.mark.parametrize(
+    ("left", "given"), [(("a", "b"), ["a", "b"]), (("a", ""), ["a", ""]), (("", "b"), ["", ""])]
+)
+def test_each_node_gets_back_what_it_left_in_memory_if_the_reports_of_rank_0_are_there(
+    group: Group, left: tuple[str, str], given: list[str]
+) -> None:
+    group.begin_all()
+    group.end(1, memory=left[1])
+    group.end(0, reason="killed", code=None, signal=9, memory=left[0])
+    group.run()
+    for name in group.nodes:
+        group.poll(name)
+    group.run()
+    launches = group.launches()
+    assert [launch["spec"]["attempt_id"] for launch in launches] == [2, 2]
+    assert [launch["spec"]["memory"] for launch in launches] == given
+
+
 @pytest.mark.parametrize("is_told", [True, False])
 def test_what_a_node_could_not_say_itself_is_told_by_others(group: Group, is_told: bool) -> None:
     """Before, the error was the name of the node alone."""

@@ -127,9 +127,7 @@ def test_an_end_after_which_nothing_is_lost_leaves_no_states(
     assert not [*node.memory.iterdir()]
 
 
-@pytest.mark.parametrize(
-    "facts", [{"num_members": 2}, {"has_prefix": True}, {"interactive": "shell"}]
-)
+@pytest.mark.parametrize("facts", [{"has_prefix": True}, {"interactive": "shell"}])
 def test_these_have_no_memory(node: Node, facts: dict[str, Any]) -> None:
     assert node.begin(1, **facts) is None
     assert not [*node.memory.iterdir()]
@@ -154,6 +152,31 @@ def test_states_wait_for_a_short_time(node: Node, seconds: float, is_kept: bool)
     node.memories.close(lambda attempt_id: False)
     assert not path.exists()
     assert not (node.root / "memory-5").exists()
+
+
+@pytest.mark.parametrize(
+    ("member", "facts", "is_kept"),
+    [
+        (0, {"code": 1}, True),
+        (0, {"reason": ExitReason.KILLED}, True),
+        (0, {"has_begun": False}, False),
+        (1, {"reason": ExitReason.KILLED, "has_begun": False}, True),
+        (1, {"code": 0, "has_begun": False}, False),
+    ],
+)
+def test_a_node_of_several_keeps_states_until_a_lost_one_is_noticed(
+    node: Node, member: int, facts: dict[str, Any], is_kept: bool
+) -> None:
+    """The loss of one node kills the rest of the attempt, and rank 0 reports on the first node."""
+    path = Path(node.begin(1, num_members=2, member=member, lease_s=50.0))
+    assert bool(node.end(1, **facts)) == is_kept
+    if is_kept:
+        age(node, 105)
+        node.memories.sweep(lambda attempt_id: False)
+        assert path.exists()
+        age(node, 115)
+    node.memories.sweep(lambda attempt_id: False)
+    assert not path.exists()
 
 
 def test_the_next_process_finds_the_memory_again(node: Node) -> None:

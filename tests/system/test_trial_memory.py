@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -93,9 +94,16 @@ def num_slots() -> int:
 
 
 @pytest.fixture
-def master(make_master: Any, memory: Path, num_slots: int) -> Any:
+def lease_s() -> int:
+    """Return how long a node may be silent."""
+    return 60
+
+
+@pytest.fixture
+def master(make_master: Any, memory: Path, num_slots: int, lease_s: int) -> Any:
     """Return a running master."""
-    return make_master(num_slots).start(PACELINE_MEMORY_DIR=str(memory))
+    made = make_master(num_slots, "home", "--runner-timeout", str(lease_s))
+    return made.start(PACELINE_MEMORY_DIR=str(memory))
 
 
 @pytest.fixture
@@ -106,8 +114,13 @@ def create(
     code = write_context(SCRIPT)
 
     def create(
-        num_ranks: int, max_restarts: int = 3, patience_s: float = 600.0, **variables: str
+        num_ranks: int,
+        max_restarts: int = 3,
+        patience_s: float = 600.0,
+        fewest: int | None = None,
+        **variables: str,
     ) -> tuple[Any, Path]:
+        slots = num_ranks if fewest is None else {"min": fewest, "max": num_ranks}
         notes = tmp_path / f"notes-{len([*tmp_path.glob('notes-*')])}"
         notes.mkdir()
         config = {
@@ -117,7 +130,7 @@ def create(
             "preemption_timeout": patience_s,
             "hyperparameters": {"global_batch_size": 3},
             "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": LENGTH}},
-            "resources": {"slots_per_trial": num_ranks},
+            "resources": {"slots_per_trial": slots},
             "reproducibility": {"experiment_seed": 5},
             "environment": {"variables": {"NOTES": str(notes), "PAUSE": "0"} | variables},
         }
@@ -346,3 +359,83 @@ def test_a_trial_that_failed_for_good_leaves_its_memory_for_a_minute(
     experiment, _ = create(1, 0, FAILS="1")
     assert experiment.wait().value == "ERROR"
     wait_until(lambda: not [*memory.iterdir()], 90)
+
+
+def losses_of(experiment: Any) -> list[Any]:
+    (trial,) = experiment.trials()
+    return [(row.steps_completed, row.metrics) for row in trial.iter_metrics("training")]
+
+
+@pytest.mark.parametrize("num_slots", [0])
+@pytest.mark.parametrize(
+    ("victim", "fewest", "lease_s"),
+    [(None, 3, 60), (1, 3, 10), (2, 2, 10), pytest.param(0, 3, 10, marks=pytest.mark.slow)],
+)
+@pytest.mark.timeout(300)
+def test_a_trial_on_several_nodes_goes_on_from_what_they_have_in_memory(
+    master: Any,
+    create: Callable[..., tuple[Any, Path]],
+    make_node: Callable[..., Any],
+    wait_until: Callable[..., None],
+    tmp_path: Path,
+    victim: int | None,
+    fewest: int,
+) -> None:
+    """One node may be lost with its memory, but not that of the reports, which has rank 0.
+
+    Another node takes its place, or the trial is elastic and goes on without it.
+    """
+    nodes = {}
+
+    def add(*names: str) -> None:
+        for name in names:
+            (tmp_path / f"memory-{name}").mkdir()
+            nodes[name] = make_node(name, "--slots", "1")
+            nodes[name].start(PACELINE_MEMORY_DIR=str(tmp_path / f"memory-{name}"))
+        wait_until(lambda: [n.state for n in master.client().nodes()].count("ready") == len(nodes))
+
+    def left() -> list[Path]:
+        """Return memory, and notes of living nodes."""
+        notes = [each for name in nodes for each in (tmp_path / name / "attempts").glob("memory-*")]
+        return [*tmp_path.glob("memory-*/*"), *notes]
+
+    add("a", "b", "c")
+    straight, straight_notes = create(3, fewest=fewest)
+    assert straight.wait().value == "COMPLETED", master.log()
+    wait_until(lambda: not left())
+    killed, notes = create(3, fewest=fewest, STAYS="1")
+    # Rank 0 waits there, too.
+    wait_until(lambda: (notes / f"at-{AT}").exists() and steps_of(notes)[-1:] == [AT])
+    (trial,) = killed.trials()
+    used = [node.name for node in trial.reload().data.attempts[0].nodes]
+    if victim is None:
+        for process in [process for node in nodes.values() for process in node.training()]:
+            process.kill()
+    else:
+        if fewest == 3:
+            add("d")
+        nodes.pop(used[victim]).close()
+        shutil.rmtree(tmp_path / f"memory-{used[victim]}")
+    (notes / "go").touch()
+    assert killed.wait().value == "COMPLETED", master.log()
+    # Of an elastic trial, a rank may compute several shards of a batch.
+    again = steps_of(notes)[AT + 1]
+    first, second = trial.reload().data.attempts
+    assert (first.resumed_steps, second.resumed_steps) == (0, again)
+    if victim == 0:
+        assert again == EVERY
+    else:
+        assert EVERY + 1 < again <= AT, master.log()
+        text = f"goes on from a state in memory at step {again}"
+        assert text in "".join(line.text for line in trial.iter_logs())
+    wanted = {*used} if victim is None else {*used} - {used[victim]} | ({"d"} & {*nodes})
+    assert {node.name for node in second.nodes} == wanted
+    losses = losses_of(killed), losses_of(straight)
+    assert [step for step, _ in losses[0]] == [*range(1, LENGTH + 1)]
+    # Fewer ranks see the same samples, but draw other random numbers.
+    same = again if len(wanted) < 3 else LENGTH
+    assert losses[0][:same] == losses[1][:same]
+    for rank in range(3 if same == LENGTH else 0):
+        done = f"done-{rank}"
+        assert (notes / done).read_text() == (straight_notes / done).read_text()
+    wait_until(lambda: not left())

@@ -122,6 +122,22 @@ def test_a_study_ends_at_its_limits_and_learns_from_a_file(tmp_path: Path) -> No
         assert study.ask() is None
 
 
+def test_the_sampler_of_a_study_begins_with_what_a_file_says(tmp_path: Path) -> None:
+    """Without it, the first ten trials are drawn at random."""
+    earlier = tmp_path / "earlier.csv"
+    earlier.write_text("x,loss\n" + "".join(f"{n / 40},{abs(n - 30)}\n" for n in range(40)))
+    method = {
+        "name": "random", "metric": "loss", "max_trials": 20, "warm_start_from": [str(earlier)],
+        "sampler": "tpe",
+    }  # fmt: skip
+    space = {"x": {"type": "double", "minval": 0, "maxval": 1}}
+    with Study(space, method=method, seed=0) as study:
+        asked = [trial for _ in range(20) if (trial := study.ask()) is not None]
+    chosen = [one.hparams["x"] for one in asked if "of 40 trials" in str(one.why)]
+    assert len(chosen) >= 12
+    assert all(0.5 < x < 1 for x in chosen)
+
+
 def test_a_study_refuses_what_a_config_would() -> None:
     with pytest.raises(ConfigError, match="sampler"):
         Study(SPACE, sampler="no.sampler")

@@ -15,7 +15,7 @@ from paceline._base.journal_records import decode_value
 from paceline._base.process_and_network import escape_in_json, terminal_text
 from paceline._base.progress_display import format_duration
 from paceline.cli._options_and_errors import (
-    CommandError,
+    check_fields,
     chosen_fields,
     is_agent,
     is_json,
@@ -153,12 +153,7 @@ def print_list(
 
 def _picked(value: Any, fields: Sequence[str]) -> dict[str, Any]:
     known = plain_for_console(value)
-    unknown = [name for name in fields if name not in known]
-    if unknown:
-        raise CommandError(
-            f"`--fields` must name fields that there are ({', '.join(sorted(known))}), but got"
-            f" {unknown[0]!r}."
-        )
+    check_fields(fields, known)
     return {name: known[name] for name in fields}
 
 

@@ -45,6 +45,7 @@ from paceline.cli._experiment_description import (
     newest_before,
     print_created,
     print_trials,
+    result_fields,
 )
 from paceline.cli._options_and_errors import (
     AllLogs,
@@ -138,8 +139,9 @@ experiment_app = CommandGroup(
 _NOT_ENDED = 124
 StateWord = Literal["QUEUED", "RUNNING", "PAUSED", "STOPPING", "COMPLETED", "CANCELED", "ERROR"]
 
-for _fields_command in (create, fork, describe):
-    experiment_app.command(has_fields=True)(_fields_command)
+for _creating_command in (create, fork):
+    experiment_app.command(has_fields=result_fields)(_creating_command)
+experiment_app.command(has_fields=True)(describe)
 for _other_command in (archive, unarchive, delete, move, download):
     experiment_app.command()(_other_command)
 
@@ -363,7 +365,7 @@ for _state_command in (pause, activate, cancel, kill):
     experiment_app.command()(_state_command)
 
 
-@experiment_app.command(has_fields=True)
+@experiment_app.command(has_fields=result_fields)
 def wait(
     experiment: ExperimentId,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two requests.")] = 1.0,
@@ -406,7 +408,7 @@ def _after_wait(experiment: "Experiment", code: int) -> str | None:
     return f"`paceline e logs {id_} --tail 50` shows why." if is_failed else None
 
 
-@experiment_app.command("continue", has_fields=True)
+@experiment_app.command("continue", has_fields=result_fields)
 def continue_experiment(
     experiment: ExperimentId,
     follow: Follow = False,

@@ -112,6 +112,13 @@ def experiment_result(client: "Client", experiment: "Experiment") -> dict[str, A
     return plain
 
 
+def result_fields() -> list[str]:
+    """Return the names of the fields of `experiment_result`."""
+    from paceline._cluster.messages.experiment_models import Experiment
+
+    return [*Experiment.model_fields, "best_trial", "objectives", "front", "num_in_front"]
+
+
 def _objectives_of(data: "ExperimentData") -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = data.config.get("searcher", {}).get("objectives") or []
     return found

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -240,7 +240,7 @@ class CommandGroup(typer.Typer):
         name: str | None = None,
         *,
         is_list: bool = False,
-        has_fields: bool = False,
+        has_fields: bool | Callable[[], Collection[str]] = False,
         **settings: Any,
     ) -> Callable[[Function], Function]:
         """Return a decorator that adds a function as a command.
@@ -248,7 +248,8 @@ class CommandGroup(typer.Typer):
         Args:
             name: Name of the command. The default is the function's name.
             is_list: Whether the command prints a list by `print_list`.
-            has_fields: Whether it has `--fields` as lists do, for the one object that it prints.
+            has_fields: Whether it has `--fields` as lists do, for the one object that it prints. A
+                function returns their names, which are checked before anything is changed.
             settings: Settings of Typer.
         """
         add = super().command(name, cls=HelpCommand, **settings)
@@ -261,7 +262,7 @@ class CommandGroup(typer.Typer):
 
 
 def _with_formats(
-    function: Callable[..., Any], *, is_list: bool, has_fields: bool
+    function: Callable[..., Any], *, is_list: bool, has_fields: bool | Callable[[], Collection[str]]
 ) -> Callable[..., None]:
     """Return a command function with the options for its format that the function itself lacks."""
     own = inspect.signature(function, eval_str=True)
@@ -273,6 +274,8 @@ def _with_formats(
     def command(**values: Any) -> None:
         fields = values.get("fields")
         chosen_fields.set(None if fields is None else fields.split(","))
+        if fields is not None and callable(has_fields):
+            check_fields(fields.split(","), has_fields())
         if fields is not None and values.get("format") == "tsv":
             raise typer.BadParameter("must come without `--format tsv`.", param_hint="--fields")
         values["json"] = values["json"] or fields is not None
@@ -621,4 +624,14 @@ def check_token_file(path: Path) -> None:
         raise CommandError(
             f"`--token-file` must be a file that only its owner may read, but {str(path)!r} has"
             f" mode {stat.S_IMODE(mode):04o}. Hint: chmod 600 {path}"
+        )
+
+
+def check_fields(fields: Sequence[str], known: Collection[str]) -> None:
+    """Refuse names of `--fields` that an object does not have."""
+    unknown = [name for name in fields if name not in known]
+    if unknown:
+        raise CommandError(
+            f"`--fields` must name fields that there are ({', '.join(sorted(known))}), but got"
+            f" {unknown[0]!r}."
         )

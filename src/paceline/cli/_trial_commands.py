@@ -29,7 +29,7 @@ from paceline.cli._console_output import (
     state_text,
 )
 from paceline.cli._experiment_commands import experiment_app
-from paceline.cli._experiment_description import print_created, print_trials
+from paceline.cli._experiment_description import print_created, print_trials, result_fields
 from paceline.cli._options_and_errors import (
     ChangedCode,
     CommandError,
@@ -398,7 +398,7 @@ def stop(trials: TrialIds) -> None:
     print_answer([trial.data for trial in stopped], "\n".join(told))
 
 
-@trial_app.command("continue", has_fields=True)
+@trial_app.command("continue", has_fields=result_fields)
 def continue_trial(
     trial: Annotated[
         str | None,

@@ -30,7 +30,9 @@ from paceline._cluster.runner.attempt_directory import AttemptDirectory
 logger = logging.getLogger(__name__)
 
 # How long states wait for the next attempt: it starts at once, unless another trial is before it.
+# On several nodes, it starts once the master has waited for a node that is lost.
 _KEEP_S = 60.0
+_MOST_KEEP_S = 3600.0
 _PREFIX = "memory-"
 # Ends after which the trial may go on from a state that is newer than its checkpoint.
 _LOSSES = (ExitReason.EXITED, ExitReason.RUNNER_LOST, ExitReason.PREEMPTION_TIMEOUT)
@@ -43,6 +45,7 @@ class _Note(msgspec.Struct, kw_only=True):
     attempt_id: int
     key: str = ""
     kept_at: float = 0.0
+    keep_s: float = _KEEP_S
 
 
 def _read(root: Path, trial_id: int) -> _Note | None:
@@ -51,8 +54,11 @@ def _read(root: Path, trial_id: int) -> _Note | None:
         note = msgspec.json.decode(data, type=_Note)
     except (OSError, ValueError):
         return None
-    # A job may have written it: nothing but memory is ever removed.
-    return note if is_locked_directory_of(Path(note.path), memory_root()) else None
+    # A job may have written it: nothing but memory is ever removed, and none stays for long.
+    is_valid = note.keep_s <= _MOST_KEEP_S and is_locked_directory_of(
+        Path(note.path), memory_root()
+    )
+    return note if is_valid else None
 
 
 def _write(root: Path, trial_id: int, note: _Note) -> None:
@@ -88,11 +94,13 @@ def keep_memory(directory: AttemptDirectory, end: AttemptEnd) -> AttemptEnd:
     try:
         spec, root = directory.read_spec(), directory.path.parent
         note = _read(root, spec.trial_id)
-        if end.reason not in _LOSSES or end.code == 0 or not _has_begun(directory):
+        if end.code == 0 or not _may_go_on(directory, spec, end.reason):
             return end
         if note is None or note.attempt_id != spec.attempt_id:
             return end
         note.key, note.kept_at = secrets.token_hex(8), time.time()
+        if spec.num_members > 1:
+            note.keep_s = min(_KEEP_S + spec.lease_s, _MOST_KEEP_S)
         _write(root, spec.trial_id, note)
     except (OSError, ValueError) as error:
         logger.warning("The states in memory are not kept: %s", error)
@@ -100,11 +108,15 @@ def keep_memory(directory: AttemptDirectory, end: AttemptEnd) -> AttemptEnd:
     return msgspec.structs.replace(end, memory=note.key)
 
 
-def _has_begun(directory: AttemptDirectory) -> bool:
-    """Return whether there is a report of the attempt's start.
-
-    Without it, the master may have hidden the reports beyond the checkpoint.
-    """
+def _may_go_on(directory: AttemptDirectory, spec: AttemptSpec, reason: ExitReason) -> bool:
+    """Return whether an attempt after this one may begin with what this node has in memory."""
+    if reason not in _LOSSES and not (spec.num_members > 1 and reason is ExitReason.KILLED):
+        # The loss of one node kills the others.
+        return False
+    # Without a report of the start, the master may have hidden the reports beyond the checkpoint.
+    # With several nodes, what the first one has decides for all.
+    if spec.member > 0:
+        return True
     run = directory.run
     return any(key.rank == 0 and [*run.reader(key).read(1)] for key in run.journal_keys())
 
@@ -129,7 +141,7 @@ class TrialMemories:
 
     def give(self, spec: AttemptSpec) -> None:
         """Have an attempt use the memory of its trial; states there must be those it may take."""
-        if spec.num_members > 1 or spec.has_prefix or spec.interactive:
+        if spec.has_prefix or spec.interactive:
             return
         trial_id, note = spec.trial_id, _read(self._root, spec.trial_id)
         if note is not None and note.attempt_id == spec.attempt_id:
@@ -161,7 +173,7 @@ class TrialMemories:
             note = _read(self._root, trial_id)
             if note is not None and is_used(note.attempt_id):
                 continue
-            if note is None or not (note.key and 0 <= time.time() - note.kept_at < _KEEP_S):
+            if note is None or not (note.key and 0 <= time.time() - note.kept_at < note.keep_s):
                 self._remove(trial_id)
 
     def close(self, is_used: Callable[[int], bool]) -> None:

@@ -318,7 +318,7 @@ def _spec_of(connection: Connection, sources: LaunchSources, placed: _PlacedAtte
         num_members=len(parts),
         num_shards=most if (most := config.resources.most_slots) > fewest else None,
         storage_mark=None if attempt.node_id is None else sources.marks.mark(placed.storage),
-        memory=kept_memory(connection, attempt),
+        memory=_kept_memories(connection, attempt)[member],
         has_prefix=bool(environment.prefix),
         uses_uv=environment.uv,
         interactive="" if config.interactive is None else config.interactive.kind,
@@ -357,14 +357,26 @@ def _run_info_of(cluster_id: str, placed: _PlacedAttempt) -> RunInfo:
     )
 
 
-def kept_memory(connection: Connection, attempt: Row[Any]) -> str:
-    """Return the key of the states in memory left by the attempt before; empty without any."""
+def has_kept_memory(connection: Connection, attempt: Row[Any]) -> bool:
+    """Return whether the attempt before has left states in memory on a node of this one."""
+    return any(_kept_memories(connection, attempt))
+
+
+def _kept_memories(connection: Connection, attempt: Row[Any]) -> list[str]:
+    """Return of each node the key of the states in memory left by the attempt before, or ""."""
     attempts = tables.attempts.c
-    query = select(attempts.exit).where(
+    query = select(attempts.exit, attempts.members).where(
         attempts.trial_id == attempt.trial_id, attempts.number == attempt.number - 1
     )
-    end: dict[str, Any] = connection.scalar(query) or {}
-    return str(end.get("memory", ""))
+    before, members = connection.execute(query).first(), read_members(attempt)
+    if before is None:
+        return [""] * (len(members) or 1)
+    if not members:
+        return ["" if before.members else (before.exit or {}).get("memory", "")]
+    ends = {one.node_id: one.exit.memory for one in read_members(before) if one.exit is not None}
+    # Rank 0 makes the reports: without those of its node, none may go on beyond the checkpoint.
+    first = next((one.node_id for one in read_members(before)), None)
+    return [ends.get(one.node_id, "") if ends.get(first) else "" for one in members]
 
 
 def _variables(environment: Environment) -> dict[str, str]:

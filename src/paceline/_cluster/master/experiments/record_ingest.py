@@ -35,7 +35,11 @@ from paceline._base.journal_records import (
     TimeSpent,
 )
 from paceline._cluster.master.experiments.attempt_runners import Activities
-from paceline._cluster.master.experiments.attempts import check_not_over, kept_memory, read_attempt
+from paceline._cluster.master.experiments.attempts import (
+    check_not_over,
+    has_kept_memory,
+    read_attempt,
+)
 from paceline._cluster.master.experiments.best_values import (
     CHIEF,
     Validations,
@@ -260,7 +264,7 @@ class RecordIngest:
         Its runner keeps a state only if this master has all reports of the attempt before.
         """
         since, steps = attempt.resumed_steps, record.steps_completed
-        if steps <= since or not kept_memory(transaction.connection, attempt):
+        if steps <= since or not has_kept_memory(transaction.connection, attempt):
             return attempt
         update_attempt(transaction.connection, attempt.id, resumed_steps=steps)
         attempt = read_attempt(transaction.connection, attempt.id)

@@ -93,7 +93,8 @@ def average_gradients(manager: Manager, model: torch.nn.Module) -> None:
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
     flat = torch.cat([each.flatten() for each in gradients])
     manager.allreduce(flat).wait()
-    for each, mean in zip(gradients, flat.split([e.numel() for e in gradients]), strict=True):
+    means = torch.split(flat, [each.numel() for each in gradients])
+    for each, mean in zip(gradients, means, strict=True):
         each.copy_(mean.view_as(each))
 
 

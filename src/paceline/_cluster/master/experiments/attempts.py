@@ -365,18 +365,18 @@ def has_kept_memory(connection: Connection, attempt: Row[Any]) -> bool:
 def _kept_memories(connection: Connection, attempt: Row[Any]) -> list[str]:
     """Return of each node the key of the states in memory left by the attempt before, or ""."""
     attempts = tables.attempts.c
-    query = select(attempts.exit, attempts.members).where(
+    query = select(tables.attempts).where(
         attempts.trial_id == attempt.trial_id, attempts.number == attempt.number - 1
     )
     before, members = connection.execute(query).first(), read_members(attempt)
-    if before is None:
-        return [""] * (len(members) or 1)
+    nothing = [""] * (len(members) or 1)
+    if before is None or bool(before.members) != bool(members):
+        return nothing
     if not members:
-        return ["" if before.members else (before.exit or {}).get("memory", "")]
-    ends = {one.node_id: one.exit.memory for one in read_members(before) if one.exit is not None}
+        return [(before.exit or {}).get("memory", "")]
+    ends = [(one.node_id, one.exit.memory if one.exit else "") for one in read_members(before)]
     # Rank 0 makes the reports: without those of its node, none may go on beyond the checkpoint.
-    first = next((one.node_id for one in read_members(before)), None)
-    return [ends.get(one.node_id, "") if ends.get(first) else "" for one in members]
+    return [dict(ends).get(one.node_id, "") for one in members] if ends[0][1] else nothing
 
 
 def _variables(environment: Environment) -> dict[str, str]:

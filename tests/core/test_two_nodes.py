@@ -4,8 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
+
+from paceline.core._background_checkpoints import NEWEST_REPORT
+from paceline.core._node_memory import _newest, _NodeStates
 from paceline.core._read_runs import read_alerts
 from paceline.journal import MetricsReported, RunDirectory
+from paceline.storage._checkpoint_files import FileEntry, Manifest
 
 CODE = """
 import os
@@ -135,3 +141,28 @@ def test_three_ranks_on_two_nodes(
         f"from rank {rank}" for rank in range(3)
     ]
     assert found == {0: [("system", 5)], 1: [], 2: [("system_rank_2", 5)]}
+
+
+@pytest.mark.parametrize(
+    ("newest_report", "steps"),
+    [
+        (None, 9),
+        (("a1.g0.r0", 8), 9),
+        (("a1.g0.r0", 7), 5),
+        (("a1.g0.r0", 2), None),
+        (("a1.g1.r0", 99), None),
+        (("a2.g0.r0", 99), None),
+    ],
+)
+def test_no_state_in_memory_is_used_whose_reports_may_be_lost(
+    newest_report: tuple[str, int] | None, steps: int | None
+) -> None:
+    manifests = {}
+    for uuid, steps_completed, number in (("old", 5, 3), ("new", 9, 8)):
+        metadata = {"steps_completed": steps_completed, NEWEST_REPORT: ["a1.g0.r0", number]}
+        entry = FileEntry(1, "digest")
+        manifest = Manifest(uuid=uuid, created=0.0, metadata=metadata, files={"state": entry})
+        manifests[uuid] = msgspec.json.encode(manifest)
+    node = _NodeStates(0, manifests, {uuid: {"state": 1} for uuid in manifests})
+    found = _newest([node], 4, newest_report)
+    assert steps == (None if found is None else found.metadata["steps_completed"])

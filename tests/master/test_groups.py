@@ -9,9 +9,12 @@ from sqlalchemy import select
 
 import paceline
 from paceline._cluster.master.experiments import failure_causes as _start_delays
+from paceline._cluster.master.experiments.attempt_runners import end_runner
 from paceline._cluster.master.experiments.attempts import Leases
 from paceline._cluster.master.store import tables
 from paceline._cluster.messages.runner_messages import PROTOCOL, runner_id
+from paceline._cluster.messages.states import ExitReason
+from paceline._cluster.runner.attempt_preparation_and_end import make_attempt_end
 
 LEASE_S = 60.0
 FAILED = {"reason": "exited", "code": 3, "signal": None, "time": 1.0, "detail": None}
@@ -159,6 +162,26 @@ def test_each_node_gets_back_what_it_left_in_memory_if_the_reports_of_rank_0_are
     launches = group.launches()
     assert [launch["spec"]["attempt_id"] for launch in launches] == [2, 2]
     assert [launch["spec"]["memory"] for launch in launches] == given
+
+
+@pytest.mark.parametrize(
+    ("num_reports", "given", "newest"), [(2, ["", "b"], ["a1.g0.r0", 1]), (0, ["", ""], None)]
+)
+def test_what_is_in_memory_counts_up_to_the_reports_of_a_first_node_that_is_lost(
+    group: Group, num_reports: int, given: list[str], newest: Any
+) -> None:
+    group.begin_all()
+    for step in range(num_reports):
+        group.master.report(1, step, ("training", step + 1, {"loss": 1.0}))
+    group.end(1, memory="b")
+    end, core = make_attempt_end(ExitReason.RUNNER_LOST), group.master.core
+    core.database.write(
+        lambda transaction: end_runner(core.changes, transaction, 1, 0, end, is_lost=True)
+    ).result()
+    group.run()
+    launches = group.launches()
+    assert [launch["spec"]["memory"] for launch in launches] == given
+    assert [launch["info"].get("newest_report") for launch in launches] == [newest] * 2
 
 
 @pytest.mark.parametrize("is_told", [True, False])

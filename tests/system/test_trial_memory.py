@@ -369,7 +369,7 @@ def losses_of(experiment: Any) -> list[Any]:
 @pytest.mark.parametrize("num_slots", [0])
 @pytest.mark.parametrize(
     ("victim", "fewest", "lease_s"),
-    [(None, 3, 60), (1, 3, 10), (2, 2, 10), pytest.param(0, 3, 10, marks=pytest.mark.slow)],
+    [(None, 3, 60), (0, 3, 10), (2, 2, 10), pytest.param(1, 3, 10, marks=pytest.mark.slow)],
 )
 @pytest.mark.timeout(300)
 def test_a_trial_on_several_nodes_goes_on_from_what_they_have_in_memory(
@@ -381,7 +381,7 @@ def test_a_trial_on_several_nodes_goes_on_from_what_they_have_in_memory(
     victim: int | None,
     fewest: int,
 ) -> None:
-    """One node may be lost with its memory, but not that of the reports, which has rank 0.
+    """One node may be lost with its memory, also that of rank 0, whose reports are here.
 
     Another node takes its place, or the trial is elastic and goes on without it.
     """
@@ -407,6 +407,7 @@ def test_a_trial_on_several_nodes_goes_on_from_what_they_have_in_memory(
     # Rank 0 waits there, too.
     wait_until(lambda: (notes / f"at-{AT}").exists() and steps_of(notes)[-1:] == [AT])
     (trial,) = killed.trials()
+    wait_until(lambda: [step for step, _ in losses_of(killed)][-1:] == [AT])
     used = [node.name for node in trial.reload().data.attempts[0].nodes]
     if victim is None:
         for process in [process for node in nodes.values() for process in node.training()]:
@@ -422,12 +423,9 @@ def test_a_trial_on_several_nodes_goes_on_from_what_they_have_in_memory(
     again = steps_of(notes)[AT + 1]
     first, second = trial.reload().data.attempts
     assert (first.resumed_steps, second.resumed_steps) == (0, again)
-    if victim == 0:
-        assert again == EVERY
-    else:
-        assert EVERY + 1 < again <= AT, master.log()
-        text = f"goes on from a state in memory at step {again}"
-        assert text in "".join(line.text for line in trial.iter_logs())
+    assert EVERY + 1 < again <= AT, master.log()
+    text = f"goes on from a state in memory at step {again}"
+    assert text in "".join(line.text for line in trial.iter_logs())
     wanted = {*used} if victim is None else {*used} - {used[victim]} | ({"d"} & {*nodes})
     assert {node.name for node in second.nodes} == wanted
     losses = losses_of(killed), losses_of(straight)

@@ -370,6 +370,11 @@ class JournalWriter:
                 " Hint: start a new attempt."
             )
 
+    @property
+    def last_sequence(self) -> int:
+        """The sequence number of the newest record, -1 before the first."""
+        return self._next_sequence - 1
+
     def append(self, record: AnyRecord) -> int:
         """Write a record and return its sequence number; never raise on a full disk."""
         # Encoding before the lock: a record without a JSON form raises without taking a number.

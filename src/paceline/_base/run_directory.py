@@ -79,6 +79,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     the slots of each node of `container_addrs`; those of this one on each if it is empty. With
     `storage_per_node`, each node of an attempt on several keeps checkpoints in its run directory.
     `previous` is the `run_id` of the newest run of the same name when a run without a master began.
+    `newest_report` is the journal and number of rank 0's last record before this attempt, if others
+    may be lost: a state in memory that is newer is not used.
     """
 
     version: int = RUN_FORMAT_VERSION
@@ -105,6 +107,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
     storage_per_node: bool = False
     previous: str | None = None
+    newest_report: tuple[str, int] | None = None
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):

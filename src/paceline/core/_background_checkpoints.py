@@ -99,6 +99,8 @@ _LOOK_LATER_S = 1.0
 # How long a checkpoint waits for space for its record.
 _RECORD_PATIENCE_S = 10.0
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NEWEST_REPORT = "newest_report"
+"""In the metadata of a state in memory: the chief's journal, and its last record before it."""
 
 
 def commit_checkpoint(
@@ -154,7 +156,8 @@ def commit_in_memory(
 ) -> None:
     """Commit a state in memory, remove those before it, and notify the parent.
 
-    Earlier reports are written first, but not forced to disk: a power cut takes the memory too.
+    Earlier reports are written first, but not forced to disk: a power cut takes the memory too. The
+    metadata name the newest one.
 
     Raises:
         CheckpointCorruptError: A shard is missing, or two shards disagree about a file.
@@ -162,7 +165,8 @@ def commit_in_memory(
     """
     if not journal.flush(_RECORD_PATIENCE_S):
         raise CheckpointWriteError(_cannot_be_recorded(journal, uuid))
-    storage.commit(uuid, metadata, num_shards=num_shards)
+    reports = {NEWEST_REPORT: [journal.directory.name, journal.last_sequence]}
+    storage.commit(uuid, metadata | reports, num_shards=num_shards)
     delete_others(storage, uuid)
     send_run_event("checkpoint", journal)
 

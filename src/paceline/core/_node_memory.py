@@ -17,7 +17,12 @@ from typing import Any
 from paceline import faults
 from paceline._base.run_directory import RunDirectory
 from paceline.core._arguments import DistributedError
-from paceline.core._background_checkpoints import CheckpointParts, StoreFailures, delete_others
+from paceline.core._background_checkpoints import (
+    NEWEST_REPORT,
+    CheckpointParts,
+    StoreFailures,
+    delete_others,
+)
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._read_runs import read_history
 from paceline.core._run_opening import OpenedRun, steps_up_to
@@ -304,7 +309,7 @@ def resumed_from_nodes(opened: OpenedRun, distributed: DistributedContext) -> Op
     memory = found if isinstance(found, NodeMemory) and distributed.local_rank == 0 else None
     own = None if memory is None else _states_on(memory)
     by_node = [states for states in distributed.allgather(own) if states is not None]
-    manifest = _newest(by_node, opened.steps_completed)
+    manifest = _newest(by_node, opened.steps_completed, opened.info.newest_report)
     problem = None
     if manifest is not None and len(by_node) < distributed.cross_size:
         problem = "a node has no memory for states"
@@ -335,14 +340,24 @@ def _states_on(memory: NodeMemory) -> _NodeStates:
     return _NodeStates(memory.node, manifests, {uuid: memory.held(uuid) for uuid in uuids})
 
 
-def _newest(by_node: Sequence[_NodeStates], steps_completed: int) -> Manifest | None:
-    """Return the manifest of the newest state whose files are all on some node; None if none."""
+def _newest(
+    by_node: Sequence[_NodeStates], steps_completed: int, newest_report: tuple[str, int] | None
+) -> Manifest | None:
+    """Return the manifest of the newest state whose files are all on some node; None if none.
+
+    It must not be newer than the newest report that is known, if others may be lost.
+    """
     newest = None
     for uuid in sorted({uuid for states in by_node for uuid in states.manifests}):
         data = next(s.manifests[uuid] for s in by_node if uuid in s.manifests)
         try:
             manifest = decode_manifest(data, uuid)
             found = int(manifest.metadata["steps_completed"])
+            if newest_report is not None:
+                journal, number = manifest.metadata[NEWEST_REPORT]
+                if journal != newest_report[0] or number > newest_report[1]:
+                    logger.warning("Passing over a state in memory, as reports before it are lost.")
+                    continue
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
             logger.warning("Passing over a state in memory: %s", error)
             continue

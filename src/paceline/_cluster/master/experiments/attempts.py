@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, bindparam, select
 
 from paceline._base.journal_records import encode_float
 from paceline._base.process_and_network import LOOPBACK
-from paceline._base.run_directory import RunInfo, TrialInfo
+from paceline._base.run_directory import JournalKey, RunInfo, TrialInfo
 from paceline._cluster.master.authentication import AttemptTokens
 from paceline._cluster.master.executors import Launch, Machines, Place
 from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
@@ -231,7 +231,8 @@ class LaunchSources:
 class _PlacedAttempt:
     """Attempt with its trial, experiment and placement: `parts` are places with slots.
 
-    `member` is the part that is to be started.
+    `member` is the part that is to be started. `memory` is as in `AttemptSpec`, `newest_report` as
+    in `RunInfo`.
     """
 
     attempt: Row[Any]
@@ -241,6 +242,8 @@ class _PlacedAttempt:
     parts: list[tuple[Place, list[int]]]
     member: int
     storage: str
+    memory: str
+    newest_report: tuple[str, int] | None
 
 
 def build_launch(
@@ -267,6 +270,7 @@ def _read_placed(
     trial = row_of(connection, trials, attempt.trial_id)
     experiment = row_of(connection, experiments, trial.experiment_id)
     config, place = config_of(experiment), sources.machines.place
+    memories, newest_report = _kept_memories(connection, attempt)
     return _PlacedAttempt(
         attempt=attempt,
         trial=trial,
@@ -275,6 +279,8 @@ def _read_placed(
         parts=[(place(node_id), slots) for node_id, slots in slots_by_node(attempt).items()],
         member=member,
         storage=checkpoint_root(config) or sources.default_storage,
+        memory=memories[member],
+        newest_report=newest_report,
     )
 
 
@@ -318,7 +324,7 @@ def _spec_of(connection: Connection, sources: LaunchSources, placed: _PlacedAtte
         num_members=len(parts),
         num_shards=most if (most := config.resources.most_slots) > fewest else None,
         storage_mark=None if attempt.node_id is None else sources.marks.mark(placed.storage),
-        memory=_kept_memories(connection, attempt)[member],
+        memory=placed.memory,
         has_prefix=bool(environment.prefix),
         uses_uv=environment.uv,
         interactive="" if config.interactive is None else config.interactive.kind,
@@ -354,29 +360,46 @@ def _run_info_of(cluster_id: str, placed: _PlacedAttempt) -> RunInfo:
         container_slot_counts=[] if len(parts) == 1 else [len(held) for _, held in parts],
         judged_metrics=placed.config.searcher.judged_metrics,
         metadata=trial.metadata,
+        newest_report=placed.newest_report,
     )
 
 
 def has_kept_memory(connection: Connection, attempt: Row[Any]) -> bool:
     """Return whether the attempt before has left states in memory on a node of this one."""
-    return any(_kept_memories(connection, attempt))
+    return any(_kept_memories(connection, attempt)[0])
 
 
-def _kept_memories(connection: Connection, attempt: Row[Any]) -> list[str]:
-    """Return of each node the key of the states in memory left by the attempt before, or ""."""
-    attempts = tables.attempts.c
+def _kept_memories(
+    connection: Connection, attempt: Row[Any]
+) -> tuple[list[str], tuple[str, int] | None]:
+    """Return of each node the key of the states in memory left by the attempt before, or "".
+
+    Rank 0 makes the reports. If its node is lost, so may be some of them: the second value is the
+    newest one that is here, as in `RunInfo.newest_report`.
+    """
+    attempts, marks = tables.attempts.c, tables.journal_marks.c
     query = select(tables.attempts).where(
         attempts.trial_id == attempt.trial_id, attempts.number == attempt.number - 1
     )
     before, members = connection.execute(query).first(), read_members(attempt)
-    nothing = [""] * (len(members) or 1)
+    nothing = [""] * (len(members) or 1), None
     if before is None or bool(before.members) != bool(members):
         return nothing
     if not members:
-        return [(before.exit or {}).get("memory", "")]
-    ends = [(one.node_id, one.exit.memory if one.exit else "") for one in read_members(before)]
-    # Rank 0 makes the reports: without those of its node, none may go on beyond the checkpoint.
-    return [dict(ends).get(one.node_id, "") for one in members] if ends[0][1] else nothing
+        return [(before.exit or {}).get("memory", "")], None
+    first, *_ = others = read_members(before)
+    ends = {one.node_id: one.exit.memory for one in others if one.exit is not None}
+    keys = [ends.get(one.node_id, "") for one in members]
+    if ends.get(first.node_id):
+        return keys, None
+    query = select(marks.generation, marks.sequence).where(
+        marks.attempt_id == before.id, marks.rank == 0
+    )
+    newest = connection.execute(query.order_by(marks.generation.desc())).first()
+    if not first.is_lost or newest is None:
+        return nothing
+    journal = JournalKey(attempt=before.number, generation=newest.generation, rank=0)
+    return keys, (journal.directory_name, newest.sequence)
 
 
 def _variables(environment: Environment) -> dict[str, str]:

@@ -119,6 +119,8 @@ def test_the_script_of_the_skill_trains_in_the_search_of_the_skill(
     create = ("e", "create", "config.yaml", ".", *more)
     refused = mastered(*create, "--fields", "id,nope", cwd=tmp_path, code=1)
     assert "'nope'" in refused.stderr
+    dry = mastered(*create, "--dry-run", "--fields", "num_files", cwd=tmp_path)
+    assert json.loads(dry.stdout) == {"num_files": 2}
     made = json.loads(mastered(*create, "-f", *fields, cwd=tmp_path).stdout)
     assert set(made) == {"id", "state", "best_trial"}
     assert (made["id"], made["state"]) == (1, "COMPLETED"), "what was refused has made nothing"

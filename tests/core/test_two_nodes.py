@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from paceline._base.run_directory import RunInfo
 from paceline.core._background_checkpoints import NEWEST_REPORT
 from paceline.core._node_memory import _newest, _NodeStates
 from paceline.core._read_runs import read_alerts
+from paceline.core._run_opening import OpenedRun
 from paceline.journal import MetricsReported, RunDirectory
 from paceline.storage._checkpoint_files import FileEntry, Manifest
 
@@ -152,6 +154,8 @@ def test_three_ranks_on_two_nodes(
         (("a1.g0.r0", 2), None),
         (("a1.g1.r0", 99), None),
         (("a2.g0.r0", 99), None),
+        # They are of another process of this attempt.
+        (("a0.g0.r0", 0), 9),
     ],
 )
 def test_no_state_in_memory_is_used_whose_reports_may_be_lost(
@@ -164,5 +168,17 @@ def test_no_state_in_memory_is_used_whose_reports_may_be_lost(
         manifest = Manifest(uuid=uuid, created=0.0, metadata=metadata, files={"state": entry})
         manifests[uuid] = msgspec.json.encode(manifest)
     node = _NodeStates(0, manifests, {uuid: {"state": 1} for uuid in manifests})
-    found = _newest([node], 4, newest_report)
+    info = RunInfo(
+        run_id="r",
+        name="n",
+        created=0.0,
+        checkpoint_storage="/nowhere",
+        newest_report=newest_report,
+    )
+    attempt = 1 if newest_report and newest_report[0].startswith("a0") else 3
+    opened = OpenedRun(
+        path=Path(), info=info, seed=0, attempt=attempt, generation=0, latest_checkpoint=None,
+        steps_completed=4,
+    )  # fmt: skip
+    found = _newest([node], opened)
     assert steps == (None if found is None else found.metadata["steps_completed"])

@@ -133,10 +133,10 @@ def test_these_have_no_memory(node: Node, facts: dict[str, Any]) -> None:
     assert not [*node.memory.iterdir()]
 
 
-def age(node: Node, seconds: float) -> None:
+def age(node: Node, seconds: float, **changed: Any) -> None:
     path = node.root / "memory-5"
     note = msgspec.json.decode(check_seal(path.read_bytes()))
-    note["kept_at"] = time.time() - seconds
+    note |= {"kept_at": time.time() - seconds} | changed
     path.write_bytes(seal(msgspec.json.encode(note)))
 
 
@@ -175,6 +175,14 @@ def test_a_node_of_several_keeps_states_until_a_lost_one_is_noticed(
         node.memories.sweep(lambda attempt_id: False)
         assert path.exists()
         age(node, 115)
+    node.memories.sweep(lambda attempt_id: False)
+    assert not path.exists()
+
+
+def test_a_job_cannot_have_its_memory_kept_for_ever(node: Node) -> None:
+    path = Path(node.begin(1))
+    node.end(1)
+    age(node, 4000, keep_s=1e12)
     node.memories.sweep(lambda attempt_id: False)
     assert not path.exists()
 

@@ -309,7 +309,7 @@ def resumed_from_nodes(opened: OpenedRun, distributed: DistributedContext) -> Op
     memory = found if isinstance(found, NodeMemory) and distributed.local_rank == 0 else None
     own = None if memory is None else _states_on(memory)
     by_node = [states for states in distributed.allgather(own) if states is not None]
-    manifest = _newest(by_node, opened.steps_completed, opened.info.newest_report)
+    manifest = _newest(by_node, opened)
     problem = None
     if manifest is not None and len(by_node) < distributed.cross_size:
         problem = "a node has no memory for states"
@@ -340,31 +340,37 @@ def _states_on(memory: NodeMemory) -> _NodeStates:
     return _NodeStates(memory.node, manifests, {uuid: memory.held(uuid) for uuid in uuids})
 
 
-def _newest(
-    by_node: Sequence[_NodeStates], steps_completed: int, newest_report: tuple[str, int] | None
-) -> Manifest | None:
-    """Return the manifest of the newest state whose files are all on some node; None if none.
-
-    It must not be newer than the newest report that is known, if others may be lost.
-    """
-    newest = None
+def _newest(by_node: Sequence[_NodeStates], opened: OpenedRun) -> Manifest | None:
+    """Return the manifest of the newest state whose files are all on some node; None if none."""
+    newest, steps_completed = None, opened.steps_completed
     for uuid in sorted({uuid for states in by_node for uuid in states.manifests}):
         data = next(s.manifests[uuid] for s in by_node if uuid in s.manifests)
         try:
             manifest = decode_manifest(data, uuid)
             found = int(manifest.metadata["steps_completed"])
-            if newest_report is not None:
-                journal, number = manifest.metadata[NEWEST_REPORT]
-                if journal != newest_report[0] or number > newest_report[1]:
-                    logger.warning("Passing over a state in memory, as reports before it are lost.")
-                    continue
+            has_reports = _has_reports(manifest, opened)
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
             logger.warning("Passing over a state in memory: %s", error)
             continue
         is_whole = all(any(s.has(manifest, name) for s in by_node) for name in manifest.files)
         if is_whole and found > steps_completed:
-            newest, steps_completed = manifest, found
+            if has_reports:
+                newest, steps_completed = manifest, found
+            else:
+                logger.warning(
+                    "Passing over a state in memory at step %d: reports are lost.", found
+                )
     return newest
+
+
+def _has_reports(manifest: Manifest, opened: OpenedRun) -> bool:
+    """Return whether no report before a state can be lost; those of this attempt cannot."""
+    if (newest := opened.info.newest_report) is None:
+        return True
+    journal, number = manifest.metadata[NEWEST_REPORT]
+    if str(journal).startswith(f"a{opened.attempt}."):
+        return True
+    return bool(journal == newest[0] and number <= newest[1])
 
 
 def _assemble(memory: NodeMemory, manifest: Manifest, by_node: Sequence[_NodeStates]) -> str | None:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 # How long states wait for the next attempt: it starts at once, unless another trial is before it.
 # On several nodes, it starts once the master has waited for a node that is lost.
 _KEEP_S = 60.0
+# The note may be a job's.
 _MOST_KEEP_S = 3600.0
 _PREFIX = "memory-"
 # Ends after which the trial may go on from a state that is newer than its checkpoint.
@@ -54,11 +55,8 @@ def _read(root: Path, trial_id: int) -> _Note | None:
         note = msgspec.json.decode(data, type=_Note)
     except (OSError, ValueError):
         return None
-    # A job may have written it: nothing but memory is ever removed, and none stays for long.
-    is_valid = note.keep_s <= _MOST_KEEP_S and is_locked_directory_of(
-        Path(note.path), memory_root()
-    )
-    return note if is_valid else None
+    # A job may have written it: nothing but memory is ever removed.
+    return note if is_locked_directory_of(Path(note.path), memory_root()) else None
 
 
 def _write(root: Path, trial_id: int, note: _Note) -> None:
@@ -100,7 +98,7 @@ def keep_memory(directory: AttemptDirectory, end: AttemptEnd) -> AttemptEnd:
             return end
         note.key, note.kept_at = secrets.token_hex(8), time.time()
         if spec.num_members > 1:
-            note.keep_s = min(_KEEP_S + spec.lease_s, _MOST_KEEP_S)
+            note.keep_s = _KEEP_S + spec.lease_s
         _write(root, spec.trial_id, note)
     except (OSError, ValueError) as error:
         logger.warning("The states in memory are not kept: %s", error)
@@ -173,7 +171,8 @@ class TrialMemories:
             note = _read(self._root, trial_id)
             if note is not None and is_used(note.attempt_id):
                 continue
-            if note is None or not (note.key and 0 <= time.time() - note.kept_at < note.keep_s):
+            keep_s = 0.0 if note is None or not note.key else min(note.keep_s, _MOST_KEEP_S)
+            if note is None or not 0 <= time.time() - note.kept_at < keep_s:
                 self._remove(trial_id)
 
     def close(self, is_used: Callable[[int], bool]) -> None:

@@ -387,9 +387,10 @@ def _kept_memories(
         return nothing
     if not members:
         return [(before.exit or {}).get("memory", "")], None
-    first, *_ = others = read_members(before)
+    others = read_members(before)
     ends = {one.node_id: one.exit.memory for one in others if one.exit is not None}
     keys = [ends.get(one.node_id, "") for one in members]
+    first = others[0]
     if ends.get(first.node_id):
         return keys, None
     query = select(marks.generation, marks.sequence).where(

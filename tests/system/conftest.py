@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,8 @@ def make_node(master: Any, tmp_path: Path) -> Iterator[Callable[..., NodeProcess
     token.touch(mode=0o600)
     token.write_text(master.client().create_token("nodes", scope="runner").secret)
 
-    def make(name: str, *options: str) -> NodeProcess:
-        made.append(NodeProcess(master, token, tmp_path / name, *options))
+    def make(name: str, *options: str, hidden: Sequence[Path] = ()) -> NodeProcess:
+        made.append(NodeProcess(master, token, tmp_path / name, *options, hidden=hidden))
         return made[-1]
 
     yield make

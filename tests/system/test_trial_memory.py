@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fault_lab.nodes import can_mount
 
 LENGTH, EVERY, AT = 30, 12, 22
 SCRIPT = """
@@ -66,14 +67,16 @@ class Trial(pytorch.PyTorchTrial):
     def build_validation_data_loader(self):
         return pytorch.DataLoader(torch.ones(3, 4, dtype=torch.float64), batch_size=1)
 
-with pytorch.init() as context:
+with pytorch.init(data_parallel=os.environ.get("DATA_PARALLEL", "flat")) as context:
     trial = Trial(context)
     trial.trainer = pytorch.Trainer(trial, context)
     trial.trainer.fit(
         checkpoint_period=pytorch.Batch(EVERY), reporting_period=pytorch.Batch(1),
         memory_checkpoints=float(os.environ.get("EVERY", "0.99")),
     )
-    weights = [value.tolist() for value in trial.model.parameters()]
+    weights = [
+        getattr(value, "full_tensor", lambda: value)().tolist() for value in trial.model.parameters()
+    ]
     (NOTES / f"done-{trial.rank}").write_text(repr(weights))
 """.replace("Batch(EVERY)", f"Batch({EVERY})").replace("== AT", f"== {AT}")
 ENTRYPOINTS = {1: "python3 train.py", 3: "python3 -m paceline.launch.torch_distributed train.py"}
@@ -368,8 +371,15 @@ def losses_of(experiment: Any) -> list[Any]:
 
 @pytest.mark.parametrize("num_slots", [0])
 @pytest.mark.parametrize(
-    ("victim", "fewest", "lease_s"),
-    [(None, 3, 60), (0, 3, 10), (2, 2, 10), pytest.param(1, 3, 10, marks=pytest.mark.slow)],
+    ("victim", "fewest", "lease_s", "data_parallel", "is_apart"),
+    [
+        (None, 3, 60, "fsdp", True),
+        (0, 3, 10, "flat", True),
+        (2, 2, 10, "flat", False),
+        pytest.param(0, 3, 10, "fsdp", False, marks=pytest.mark.slow),
+        pytest.param(1, 3, 10, "flat", False, marks=pytest.mark.slow),
+        pytest.param(2, 3, 10, "fsdp", True, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.timeout(300)
 def test_a_trial_on_several_nodes_goes_on_from_what_they_have_in_memory(
@@ -380,17 +390,25 @@ def test_a_trial_on_several_nodes_goes_on_from_what_they_have_in_memory(
     tmp_path: Path,
     victim: int | None,
     fewest: int,
+    data_parallel: str,
+    is_apart: bool,
 ) -> None:
     """One node may be lost with its memory, also that of rank 0, whose reports are here.
 
-    Another node takes its place, or the trial is elastic and goes on without it.
+    Another node takes its place, or the trial is elastic and goes on without it. Nodes that are
+    apart see no storage: they send their checkpoints to the master.
     """
+    if is_apart and not can_mount():
+        pytest.skip("NOT TESTED: a node with a disk of its own needs the right to mount")
     nodes = {}
+    storage = master.home / "checkpoints"
+    storage.mkdir(parents=True, exist_ok=True)
+    hidden = [storage] if is_apart else []
 
     def add(*names: str) -> None:
         for name in names:
             (tmp_path / f"memory-{name}").mkdir()
-            nodes[name] = make_node(name, "--slots", "1")
+            nodes[name] = make_node(name, "--slots", "1", hidden=hidden)
             nodes[name].start(PACELINE_MEMORY_DIR=str(tmp_path / f"memory-{name}"))
         wait_until(lambda: [n.state for n in master.client().nodes()].count("ready") == len(nodes))
 
@@ -400,10 +418,10 @@ def test_a_trial_on_several_nodes_goes_on_from_what_they_have_in_memory(
         return [*tmp_path.glob("memory-*/*"), *notes]
 
     add("a", "b", "c")
-    straight, straight_notes = create(3, fewest=fewest)
+    straight, straight_notes = create(3, fewest=fewest, DATA_PARALLEL=data_parallel)
     assert straight.wait().value == "COMPLETED", master.log()
     wait_until(lambda: not left())
-    killed, notes = create(3, fewest=fewest, STAYS="1")
+    killed, notes = create(3, fewest=fewest, DATA_PARALLEL=data_parallel, STAYS="1")
     # Rank 0 waits there, too.
     wait_until(lambda: (notes / f"at-{AT}").exists() and steps_of(notes)[-1:] == [AT])
     (trial,) = killed.trials()

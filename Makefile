@@ -12,7 +12,7 @@ NPM := sh webui/scripts/npm.sh $(abspath $(BIN)/python)
 BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS ?= $(addprefix tests/,journal messages storage config search)
 
-.PHONY: help demo ui docs test-ui browser format test test-fast test-all test-stores test-versions exactness fault-matrix test-backends test-clients check bench bench-peers bench-data bench-search \
+.PHONY: help demo ui docs test-ui browser format test test-fast test-long test-all test-stores test-versions exactness fault-matrix test-backends test-clients check bench bench-peers bench-data bench-search \
   proof soak faults gpu gpu-wheels lock clean
 
 help:
@@ -21,7 +21,8 @@ help:
 	@echo "make docs       the documentation as a site, into build/site and for the master to serve"
 	@echo "make test-ui    the web UI, built and tested without a browser"
 	@echo "make browser    a Chromium for the tests of the web UI, unless there is one"
-	@echo "make test       the tests that are not slow, campaigns with few rounds"
+	@echo "make test       the tests that are short, and by turns a tenth of the long ones"
+	@echo "make test-long  the tests that are not slow, half an hour more"
 	@echo "make test-fast  the tests that start no processes, in a small environment"
 	@echo "make test-all   all tests, campaigns in full counts"
 	@echo "make test-stores  all tests of storages, with an Azurite for az://"
@@ -103,7 +104,11 @@ oidc: | $(BIN)/python
 	  --prefix $(abspath build/oidc) --no-audit --no-fund --loglevel=error oidc-provider@9.13.3; } \
 	  || echo "NOT TESTED: sign-in by OpenID Connect, as no provider can be installed here." >&2
 
-test: $(VENV)/.installed-dev test-ui browser oidc
+# The turn of the long tests goes by the number of commits, so one commit has the same tests again.
+test: export PACELINE_TEST_TURN ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
+test-long: export PACELINE_TEST_TURN =
+
+test test-long: $(VENV)/.installed-dev test-ui browser oidc
 	$(COMPILE)
 	@export PYTHONPATH=$(abspath tests/quick_start) status=0; \
 	$(BIN)/python -m pytest -q -m "not slow" --cache-clear -n $(TEST_PROCESSES) $(ONE_FILE_EACH) \

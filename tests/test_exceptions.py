@@ -106,6 +106,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.long
 def test_public_exceptions_survive_pickling_and_copying(
     public_exceptions: list[type[BaseException]],
 ) -> None:

@@ -94,6 +94,7 @@ assert rfc3987_syntax.is_valid_syntax is rfc3987_syntax.syntax_helpers.is_valid_
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "module",
     [pytest.param("torch.distributed.tensor", marks=pytest.mark.slow), "torch.distributed.fsdp"],
@@ -107,6 +108,7 @@ def test_modules_that_look_through_all_others_do_not_load_it(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "script",
     [SCRIPT, FAKE, pytest.param(TABLES, marks=pytest.mark.slow), ADDRESSES],

@@ -124,6 +124,7 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DRIVERS)
 def test_a_ctrl_c_takes_effect_though_it_does_not_wake_the_wait(
     name: str, tmp_path: Path, clean_environment: dict[str, str], url: str

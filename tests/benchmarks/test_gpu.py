@@ -71,6 +71,7 @@ REHEARSED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "wanted",
     [
@@ -179,6 +180,7 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_part_that_hangs_or_fails_costs_the_others_nothing(
     fails: bool, parts: Callable[[str], Path], tmp_path: Path
@@ -316,6 +318,7 @@ def wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
         archive.writestr(f"{info}/RECORD", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_pip", [True, False])
 def test_what_is_missing_is_taken_from_wheels_and_the_rest_is_named(
     has_pip: bool, tmp_path: Path

@@ -15,6 +15,7 @@ def modules_of_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
+@pytest.mark.long
 def test_all_methods_are_compared_on_networks(tmp_path: Path) -> None:
     import search_quality
     from search_tasks import tasks
@@ -45,6 +46,7 @@ def test_a_search_of_ours_asks_the_sampler() -> None:
     assert runs[0] != runs[1]
 
 
+@pytest.mark.long
 def test_the_speed_of_a_search_is_measured() -> None:
     import search_speed
 

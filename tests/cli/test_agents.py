@@ -49,6 +49,7 @@ def in_agent_mode(home: Path, *words: str, cwd: Path, **variables: str) -> Any:
 FREE = {"t stop", "e pause", "e activate", "e cancel", "e continue"}
 
 
+@pytest.mark.long
 def test_every_command_of_the_skill_runs(
     searched: Path, tmp_path: Path, command_server: Any, paceline: Any
 ) -> None:
@@ -108,6 +109,7 @@ def test_every_command_of_the_skill_runs(
     assert "changed" in answers["e tree 1"]
 
 
+@pytest.mark.long
 def test_the_script_of_the_skill_trains_in_the_search_of_the_skill(
     mastered: Any, tmp_path: Path
 ) -> None:
@@ -145,6 +147,7 @@ def test_the_script_of_the_skill_trains_in_the_search_of_the_skill(
     assert "checkpoint" in told.split("From")[1].split("End")[1]
 
 
+@pytest.mark.long
 def test_an_agent_sees_whole_tables_and_is_never_asked(
     mastered: Any, searched: Path, tmp_path: Path
 ) -> None:
@@ -201,6 +204,7 @@ def test_a_trial_continues_with_changed_code(mastered: Any, code: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_the_best_trial_of_an_experiment_continues(mastered: Any, code: Path) -> None:
     grid = {"searcher": {"name": "grid", "metric": "loss"}}
     grid |= {"hyperparameters": {"lr": {"type": "categorical", "vals": [3.0, 1.0, 2.0]}}}

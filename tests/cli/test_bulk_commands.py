@@ -37,6 +37,7 @@ def states(run: Any, query: str) -> dict[int, str]:
     return {one["id"]: one["state"] for one in listed}
 
 
+@pytest.mark.long
 def test_a_query_is_previewed_and_then_killed_archived_and_deleted(
     many: tuple[Any, str, list[int]],
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_query_is_previewed_and_then_killed_archived_and_deleted(
     assert run("e", "describe", ids[0], code=1).stderr.startswith("Error: ")
 
 
+@pytest.mark.long
 def test_a_query_is_moved_and_labelled(many: tuple[Any, str, list[int]]) -> None:
     """Labels are added and removed, and a project is chosen, for all at once or for one."""
     run, query, ids = many
@@ -85,6 +87,7 @@ def test_a_query_is_moved_and_labelled(many: tuple[Any, str, list[int]]) -> None
     assert "A query must" in run("e", "kill", "--query", "a and", "--yes", code=1).stderr
 
 
+@pytest.mark.long
 def test_a_cut_leaves_each_experiment_whole_and_the_same_command_goes_on(
     many: tuple[Any, str, list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -105,6 +108,7 @@ def test_a_cut_leaves_each_experiment_whole_and_the_same_command_goes_on(
     assert states(run, query) == {}
 
 
+@pytest.mark.long
 def test_checkpoints_of_a_query_are_deleted_but_for_the_best(mastered: Any, code: Path) -> None:
     """Clean-up tells the bytes first, and a second one finds nothing."""
     all_kept = ("--config", "checkpoint_storage.save_trial_latest=3")

@@ -54,6 +54,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
     return build
 
 
+@pytest.mark.long
 def test_each_check_says_how_it_stands(paceline: Any, tmp_path: Path) -> None:
     found = findings(paceline, cwd=tmp_path)
     assert [name for name in found if name in NAMES] == NAMES
@@ -66,6 +67,7 @@ def test_each_check_says_how_it_stands(paceline: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_driver_that_hangs_is_named_and_stops_no_other_check(
     paceline: Any, tmp_path: Path, driver: Callable[[str], None]
 ) -> None:
@@ -77,6 +79,7 @@ def test_a_driver_that_hangs_is_named_and_stops_no_other_check(
     assert "Master" in found
 
 
+@pytest.mark.long
 def test_torch_that_sees_fewer_gpus_than_the_driver_is_a_problem(
     paceline: Any, tmp_path: Path, driver: Callable[[str], None]
 ) -> None:
@@ -87,6 +90,7 @@ def test_torch_that_sees_fewer_gpus_than_the_driver_is_a_problem(
     assert found["torch"]["detail"].endswith("0 GPUs in use of 1")
 
 
+@pytest.mark.long
 def test_a_disk_without_room_and_a_dead_master_are_problems(
     paceline: Any, small_disk: Path, tmp_path: Path
 ) -> None:
@@ -100,6 +104,7 @@ def test_a_disk_without_room_and_a_dead_master_are_problems(
     assert "127.0.0.1:1" in found["Master"]["detail"]
 
 
+@pytest.mark.long
 def test_a_directory_that_cannot_be_written_is_a_problem(
     paceline: Any,
 ) -> None:

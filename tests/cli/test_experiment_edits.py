@@ -46,6 +46,7 @@ def read(run: Any, experiment: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_labels_name_and_notes_are_changed_and_shown(pair: tuple[Any, int, int]) -> None:
     run, first, _ = pair
     assert run("e", "label", first).stdout == f"Experiment {first} has no labels.\n"
@@ -66,6 +67,7 @@ def test_labels_name_and_notes_are_changed_and_shown(pair: tuple[Any, int, int])
     assert run("e", "rename", first, "", code=1).stderr.startswith("Error: ")
 
 
+@pytest.mark.long
 def test_a_list_is_limited_by_name_label_and_time(pair: tuple[Any, int, int]) -> None:
     run, first, second = pair
     run("e", "label", second, "mine", "100%")
@@ -96,6 +98,7 @@ def test_a_comparison_has_what_differs_and_the_metrics(pair: tuple[Any, int, int
     assert "at least twice, but got 1" in run("e", "compare", first, code=1).stderr
 
 
+@pytest.mark.long
 def test_checkpoints_are_found_by_the_beginning_of_their_uuids(
     pair: tuple[Any, int, int], tmp_path: Path
 ) -> None:
@@ -114,6 +117,7 @@ def test_checkpoints_are_found_by_the_beginning_of_their_uuids(
     assert told == f"Deleted {uuid}.\n"
 
 
+@pytest.mark.long
 def test_the_numbers_of_scheduling_are_set_together(mastered: Any, code: Path) -> None:
     ids = []
     for _ in range(2):
@@ -149,6 +153,7 @@ def test_the_numbers_of_scheduling_are_set_together(mastered: Any, code: Path) -
         mastered("e", "kill", holder)
 
 
+@pytest.mark.long
 def test_a_stopped_trial_stores_a_checkpoint_and_ends(mastered: Any, code: Path) -> None:
     held = ("--config", "data.held_at=2", "--config", "data.steps=9")
     mastered("e", "create", code / "config.yaml", code, *held)

@@ -42,6 +42,7 @@ def weight_in(path: Path) -> float:
     return float(load_file(path)["weight"])
 
 
+@pytest.mark.long
 def test_a_directory_is_exported_with_tied_weights_once_or_under_all_names(
     paceline: Any, tmp_path: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_directory_is_exported_with_tied_weights_once_or_under_all_names(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copied", "each", "out.safetensors"]
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_a_run_is_found_by_its_directory_its_begin_or_as_the_latest(
     paceline: Any, tmp_path: Path, run: tuple[Path, list[str]]
 ) -> None:
@@ -193,6 +195,7 @@ def test_a_checkpoint_of_the_master_is_fetched(mastered: Any, code: Path, tmp_pa
     assert weight_in(tmp_path / "out") == pytest.approx(-0.7)
 
 
+@pytest.mark.long
 def test_a_checkpoint_in_a_bucket_is_exported_and_downloaded_by_its_url(
     paceline: Any, tmp_path: Path, s3: str
 ) -> None:

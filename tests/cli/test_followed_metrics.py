@@ -118,6 +118,7 @@ DOORS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "door",
     # The others stand on the same parts as these.

@@ -183,6 +183,7 @@ def test_an_end_that_does_not_come_has_its_own_exit_code(mastered: Any, code: Pa
     mastered("e", "wait", made["id"], "--timeout", 60, code=1)
 
 
+@pytest.mark.long
 def test_a_key_makes_one_experiment_and_belongs_to_one_request(mastered: Any, code: Path) -> None:
     def create(*options: object, exit_code: int = 0) -> Any:
         words = ("e", "create", code / "config.yaml", code, "--paused", "--key", "job-7", *options)
@@ -209,6 +210,7 @@ def test_a_key_makes_one_experiment_and_belongs_to_one_request(mastered: Any, co
     mastered("e", "kill", *forks)
 
 
+@pytest.mark.long
 def test_dry_runs_change_nothing(mastered: Any, code: Path) -> None:
     def ids() -> list[int]:
         return [one["id"] for one in json.loads(mastered("e", "list", "--json").stdout)]
@@ -267,6 +269,7 @@ def suggestions(home: Path, *words: str) -> list[str]:
     return [line.split(",")[-1] for line in ended.stdout.split()]
 
 
+@pytest.mark.long
 def test_ids_and_names_are_completed_from_the_running_master(
     mastered: Any, code: Path, tmp_path: Path
 ) -> None:

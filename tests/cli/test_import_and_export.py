@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from optional_modules import Needed
 
 from paceline import client
@@ -12,6 +13,7 @@ Needed("pyarrow")
 pandas: Any = Needed("pandas")
 
 
+@pytest.mark.long
 def test_trials_leave_a_master_and_come_back_as_runs(
     mastered: Any, code: Path, tmp_path: Path
 ) -> None:

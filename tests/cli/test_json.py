@@ -61,6 +61,7 @@ def test_a_changed_key_is_no_valid_answer() -> None:
             valid("version", wrong)
 
 
+@pytest.mark.long
 def test_every_command_of_a_master_prints_its_json(
     mastered: Any, code: Path, tmp_path: Path
 ) -> None:
@@ -232,6 +233,7 @@ def test_every_command_of_a_master_prints_its_json(
     assert json.loads(mastered("user", "list", "--fields", "name").stdout)[-1] == {"name": "admin"}
 
 
+@pytest.mark.long
 def test_commands_without_a_master_print_their_json(
     paceline: Any, code: Path, tmp_path: Path
 ) -> None:
@@ -278,6 +280,7 @@ def test_commands_without_a_master_print_their_json(
     assert seen - {"up"} == OFFLINE
 
 
+@pytest.mark.long
 def test_a_master_in_the_foreground_prints_its_json_when_it_listens(tmp_path: Path) -> None:
     words = ["up", "--json", "--port", "0", "--slots", "1", "--home", str(tmp_path / "home")]
     process = subprocess.Popen(

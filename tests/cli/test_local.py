@@ -83,6 +83,7 @@ def test_local_ends_with_the_exit_code_of_the_script(
     paceline("e", "create", "config.yaml", ".", "--local", *options, cwd=code, code=expected)
 
 
+@pytest.mark.long
 def test_a_local_run_that_was_stopped_can_be_resumed(
     paceline: Any, code: Path, tmp_path: Path
 ) -> None:

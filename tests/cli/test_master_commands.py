@@ -50,6 +50,7 @@ def wait_for_output(run: Any, *arguments: object, has: Callable[[str], bool]) ->
     return output
 
 
+@pytest.mark.long
 def test_status_and_slots_of_a_running_master(mastered: Any) -> None:
     status = json.loads(mastered("status", "--json").stdout)
     assert status["num_slots"] == 2
@@ -298,6 +299,7 @@ def test_the_link_for_a_new_user_signs_in_that_user(mastered: Any) -> None:
     mastered("user", "remove", "carol")
 
 
+@pytest.mark.long
 def test_experiments_of_others_are_listed_when_asked_for(mastered: Any, code: Path) -> None:
     """By each option that asks for them; a lone user gets no hint."""
     mastered("e", "create", code / "config.yaml", code, "--paused")
@@ -605,6 +607,7 @@ def test_pause_activate_and_wait(mastered: Any, code: Path) -> None:
     assert "preempted" in text
 
 
+@pytest.mark.long
 def test_a_reopened_experiment_is_followed_from_its_reopening(mastered: Any, code: Path) -> None:
     experiment = create(mastered, code)["id"]
     mastered("e", "wait", experiment)
@@ -643,6 +646,7 @@ def test_damaged_lines_of_logs_are_counted_on_the_error_stream(mastered: Any, co
         assert "step 3" in result.stdout
 
 
+@pytest.mark.long
 def test_the_logs_of_a_running_experiment_are_followed_from_the_tail_on(
     mastered: Any, code: Path
 ) -> None:
@@ -692,6 +696,7 @@ def test_with_a_working_directory_nothing_is_sent(mastered: Any, code: Path) -> 
     assert "is COMPLETED after" in result.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_slots", [2, 1])
 def test_an_experiment_without_slots_says_who_has_them(
     mastered: Any, code: Path, num_slots: int
@@ -778,6 +783,7 @@ def test_a_trial_is_looked_at_and_continued(mastered: Any, code: Path, tmp_path:
     assert "is COMPLETED" in followed
 
 
+@pytest.mark.long
 def test_checkpoints_are_listed_fetched_and_deleted(
     mastered: Any, code: Path, tmp_path: Path
 ) -> None:
@@ -885,6 +891,7 @@ def test_down_without_a_master_is_no_error(paceline: Any) -> None:
     assert paceline("down").stdout.startswith("No master runs in ")
 
 
+@pytest.mark.long
 def test_a_port_already_taken_is_told_by_up_in_both_forms(paceline: Any) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -922,6 +929,7 @@ def test_down_ends_the_master_and_its_trials(paceline: Any, code: Path, tmp_path
         assert psutil.Process(master).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.long
 def test_trials_that_go_on_without_a_master_are_counted(
     paceline: Any, code: Path, tmp_path: Path
 ) -> None:
@@ -945,6 +953,7 @@ def test_trials_that_go_on_without_a_master_are_counted(
     assert told not in paceline("status", code=1).stderr
 
 
+@pytest.mark.long
 def test_ctrl_c_drains_from_the_moment_on_that_the_address_is_told(
     paceline: Any, code: Path, tmp_path: Path
 ) -> None:
@@ -975,6 +984,7 @@ main()
     assert "without a master" not in paceline("status", code=1).stderr
 
 
+@pytest.mark.long
 def test_create_starts_a_master_on_a_free_port(paceline: Any, code: Path) -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -991,6 +1001,7 @@ def test_create_starts_a_master_on_a_free_port(paceline: Any, code: Path) -> Non
             paceline("down", "--timeout", 1)
 
 
+@pytest.mark.long
 def test_a_master_started_for_a_create_that_fails_ends_again(paceline: Any, code: Path) -> None:
     (code / "data").symlink_to("/etc")
     result = paceline("e", "create", code / "config.yaml", "--start-master", code=1)

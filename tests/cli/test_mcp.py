@@ -95,6 +95,7 @@ def searched(code: Path) -> Path:
     return code
 
 
+@pytest.mark.long
 def test_an_agent_searches_proposes_forks_and_compares(home: Path, searched: Path) -> None:
     async def work(agent: Agent) -> None:
         assert await agent.tools() == READING | CHANGING
@@ -178,6 +179,7 @@ def test_what_a_job_prints_is_short_marked_and_without_control_characters(
     talk(home, work)
 
 
+@pytest.mark.long
 def test_a_token_that_reads_gets_no_tool_that_changes(home: Path, searched: Path) -> None:
     from paceline.client import Client
 
@@ -217,6 +219,7 @@ def test_without_a_master_each_tool_says_so(tmp_path: Path) -> None:
     talk(tmp_path / "none", work)
 
 
+@pytest.mark.long
 def test_wrong_arguments_are_told(home: Path, tmp_path: Path) -> None:
     async def work(agent: Agent) -> None:
         missing = str(tmp_path / "none.yaml")

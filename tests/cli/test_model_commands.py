@@ -40,6 +40,7 @@ with paceline.core.init() as context:
 """
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_registered_promoted_and_downloaded_by_name(
     stored: tuple[Any, int, list[str]], tmp_path: Path
 ) -> None:

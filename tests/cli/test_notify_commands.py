@@ -37,6 +37,7 @@ def receiver() -> Iterator[str]:
     thread.join()
 
 
+@pytest.mark.long
 def test_channels_are_listed_and_tested(
     paceline: Any, master_server: Any, receiver: str, tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ def test_channels_are_listed_and_tested(
         paceline("down", "--timeout", 1)
 
 
+@pytest.mark.long
 def test_master_with_a_wrong_file_does_not_start(paceline: Any, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir(mode=0o700)

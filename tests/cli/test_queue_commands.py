@@ -34,6 +34,7 @@ def rows(run: Any, *options: object) -> list[str]:
     return [re.sub(r"\s{2,}", "|", line) for line in lines]
 
 
+@pytest.mark.long
 def test_a_row_has_the_place_the_slots_and_the_reason_of_a_trial_that_waits(queued: Any) -> None:
     expected = [
         "default|0|2|2 first|1|AGE|It waits until 1 of 2 slots is free.",
@@ -49,6 +50,7 @@ def test_a_row_has_the_place_the_slots_and_the_reason_of_a_trial_that_waits(queu
     assert (second["reason"], second["behind_trial_id"]) == ("behind_others", 2)
 
 
+@pytest.mark.long
 def test_a_row_has_the_rank_by_which_its_pool_decides(queued: Any) -> None:
     queued("pool", "set", "default", "--policy", "priority")
     queued("e", "set-priority", 4, 50)
@@ -66,6 +68,7 @@ def test_a_row_has_the_rank_by_which_its_pool_decides(queued: Any) -> None:
     }
 
 
+@pytest.mark.long
 def test_a_move_changes_the_order_and_who_holds_up_whom(queued: Any) -> None:
     def order() -> list[str]:
         return [row.split("|")[3] for row in rows(queued)]

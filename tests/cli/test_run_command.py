@@ -73,6 +73,7 @@ def test_an_error_of_the_command_is_json_and_the_script_prints_what_it_likes(
     assert told.stdout == "rank 0 from 1 lr 1.0 ['--json']\n"
 
 
+@pytest.mark.long
 def test_workers_start_through_the_launcher(paceline: Any, project: Path) -> None:
     result = paceline("run", "-n", 2, "train.py", "--", "a", cwd=project)
     assert sorted(result.stdout.splitlines()) == [
@@ -86,6 +87,7 @@ def test_workers_start_through_the_launcher(paceline: Any, project: Path) -> Non
     ]
 
 
+@pytest.mark.long
 def test_the_first_trial_of_an_experiment_runs_with_changed_fields(
     paceline: Any, project: Path
 ) -> None:
@@ -145,6 +147,7 @@ def test_what_cannot_be_started_is_refused_in_a_sentence(
     assert not (project / "paceline_runs").exists()
 
 
+@pytest.mark.long
 def test_a_watched_run_shows_its_progress_where_it_is_off(
     paceline: Any, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,7 @@ def rows(run: Any, *words: str) -> list[list[str]]:
     return [re.split(r"\s{2,}", line.strip()) for line in lines if set(line) - set("─ ")]
 
 
+@pytest.mark.long
 def test_the_whole_cluster_is_in_one_table(clustered: Any, tmp_path: Path) -> None:
     sizes = [80 * 2**30, 80 * 2**30, 0]
     join(clustered, tmp_path / "home", "box", devices=["0", "1", "2"], device_memory_bytes=sizes,
@@ -107,6 +108,7 @@ def test_the_whole_cluster_is_in_one_table(clustered: Any, tmp_path: Path) -> No
     assert "0 of 3 in use, 2 drained" in clustered("status").stdout
 
 
+@pytest.mark.long
 def test_forget_says_that_a_runner_that_runs_registers_again(
     clustered: Any, tmp_path: Path
 ) -> None:
@@ -157,6 +159,7 @@ def test_memory_is_told_if_any_is_known(sizes: list[int], expected: str | None) 
     assert memory_text(sizes) == expected
 
 
+@pytest.mark.long
 def test_rules_of_a_pool_are_set_and_listed(clustered: Any) -> None:
     """Times have units; whom nobody knows cannot open a pool."""
     clustered("pool", "set", "ruled", "--silent-after", "90min", "--best-priority", "30")

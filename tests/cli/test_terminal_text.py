@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 EVIL = "evil\x1b]0;title\x07\x1b[2J\x9b31m\u202egpj.exe\x85"
 UNSAFE = set("\x07\x1b\x9b\x85\u202e")
 # The runner takes sequences that begin with an escape out of what is printed.
@@ -16,6 +18,7 @@ raise RuntimeError({EVIL!r})
 """
 
 
+@pytest.mark.long
 def test_no_command_passes_on_what_would_change_the_terminal(mastered: Any, code: Path) -> None:
     (code / "train.py").write_text(TRAIN)
     config = json.loads((code / "config.yaml").read_text())

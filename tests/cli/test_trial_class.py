@@ -101,6 +101,7 @@ def local_run(paceline: Paceline, directory: Path) -> tuple[list[dict[str, Any]]
     return shown["metrics"], sorted(steps)
 
 
+@pytest.mark.long
 def test_an_older_config_trains_its_trial_class_locally_as_it_says(
     paceline: Paceline, older: Path
 ) -> None:
@@ -131,6 +132,7 @@ def test_what_a_script_gives_to_fit_goes_before_the_config(paceline: Paceline, o
     assert checkpoints == [10, 20, 24]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("entrypoint", "num_slots"),
     [
@@ -155,6 +157,7 @@ def test_a_test_trains_and_validates_one_batch_and_stores_a_checkpoint(
     assert checkpoints == [1]
 
 
+@pytest.mark.long
 def test_a_trial_class_that_is_not_there_is_told_in_one_line(
     paceline: Paceline, older: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_exact_script_gets_a_table_and_leaves_nothing(paceline: Paceline, script
     assert [path.name for path in script.parent.iterdir()] == ["train.py"]
 
 
+@pytest.mark.long
 def test_script_that_differs_gets_its_differences(
     paceline: Paceline, script: Path, tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_script_that_differs_gets_its_differences(
     assert [one["place"] for one in fault["differences"]] == ["metrics.training"]
 
 
+@pytest.mark.long
 def test_script_of_paceline_that_cannot_be_verified(paceline: Paceline, tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text("import paceline\nraise KeyError('wrong by itself')")
@@ -107,6 +109,7 @@ for step in range(done + 1, 7):
 """
 
 
+@pytest.mark.long
 def test_script_of_another_library_gets_a_verdict_and_a_report(
     paceline: Paceline, tmp_path: Path
 ) -> None:
@@ -126,6 +129,7 @@ def test_script_of_another_library_gets_a_verdict_and_a_report(
     assert answer["ranks"]["0"]["first_difference"]["kind"] == "weights"
 
 
+@pytest.mark.long
 def test_script_of_another_library_that_cannot_be_judged_has_not_failed(
     paceline: Paceline, tmp_path: Path
 ) -> None:

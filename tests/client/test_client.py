@@ -330,6 +330,7 @@ def test_a_wrong_token_is_refused(master_home: Path) -> None:
     assert caught.value.status == 401
 
 
+@pytest.mark.long
 def test_events_and_waiting_survive_a_killed_master_that_comes_back_elsewhere(
     home: Path, code: Path, master_server: Any
 ) -> None:

@@ -138,6 +138,7 @@ def finish(process: "subprocess.Popen[str]") -> str:
 # ---- the client itself ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_script_logs_everything_and_reads_it_back(
     tmp_path: Path, master_server: Any, clean_environment: dict[str, str]
 ) -> None:
@@ -161,6 +162,7 @@ def test_script_logs_everything_and_reads_it_back(
         served.process.close()
 
 
+@pytest.mark.long
 def test_run_goes_on_over_a_restart_of_the_master(
     tmp_path: Path, master_server: Any, start_script: Script
 ) -> None:
@@ -200,6 +202,7 @@ def test_run_goes_on_over_a_restart_of_the_master(
         process.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mib", [64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_artifact_of_a_client_that_is_cut_on_its_way_arrives_whole_or_not_at_all(
@@ -225,6 +228,7 @@ def test_artifact_of_a_client_that_is_cut_on_its_way_arrives_whole_or_not_at_all
         assert proxy.is_cut
 
 
+@pytest.mark.long
 def test_unknown_release_of_the_client_logs(server: MlflowServer, start_script: Script) -> None:
     script = """
         import mlflow
@@ -274,6 +278,7 @@ def test_libraries_that_log_by_themselves_log_here(
     assert any(file["path"].endswith(".ckpt") for file in files)
 
 
+@pytest.mark.long
 def test_client_says_why_its_token_is_refused(server: MlflowServer, start_script: Script) -> None:
     revoked = server.make_token("submit")
     newest = server.get("tokens")[-1]["id"]
@@ -674,6 +679,7 @@ def test_full_disk_refuses_an_artifact_and_keeps_the_run(
         served.process.close()
 
 
+@pytest.mark.long
 def test_files_beyond_the_limit_of_a_run_are_refused_and_the_client_says_so(
     tmp_path: Path, master_server: Any, start_script: Script
 ) -> None:

@@ -146,6 +146,7 @@ def run_script(start_script: Script) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.long
 def test_step_metrics_of_a_script_are_the_x_axes(
     server: WandbServer, run_script: Callable[..., str]
 ) -> None:
@@ -204,6 +205,7 @@ def test_strange_definitions_choose_no_x_axes(server: WandbServer) -> None:
         assert summary["x_axis"] is None, f"{each}: {summary}"
 
 
+@pytest.mark.long
 def test_script_logs_here_with_url_and_key_alone(
     server: WandbServer, run_script: Callable[..., str]
 ) -> None:
@@ -248,6 +250,7 @@ def test_script_logs_here_with_url_and_key_alone(
     assert any("memory" in name for name in system[-1]["metrics"])
 
 
+@pytest.mark.long
 def test_failed_script_is_shown_as_failed_with_its_exit_code(
     server: WandbServer, start_script: Script
 ) -> None:
@@ -268,6 +271,7 @@ def test_failed_script_is_shown_as_failed_with_its_exit_code(
     assert server.run("f1", "failed")["state"] == "failed"
 
 
+@pytest.mark.long
 def test_media_and_artifacts_are_kept_and_come_back(
     server: WandbServer, run_script: Callable[..., str]
 ) -> None:
@@ -358,6 +362,7 @@ def test_media_and_artifacts_are_kept_and_come_back(
     assert httpx2.get(url.partition("?")[0]).status_code == 403
 
 
+@pytest.mark.long
 def test_run_goes_on_through_a_killed_master_with_nothing_lost_or_twice(
     tmp_path: Path, master_server: Any, free_port: int, start_script: Script
 ) -> None:
@@ -399,6 +404,7 @@ def test_run_goes_on_through_a_killed_master_with_nothing_lost_or_twice(
     assert found["historyLineCount"] == 100
 
 
+@pytest.mark.long
 def test_resumed_run_and_synced_offline_run_are_whole(
     server: WandbServer, run_script: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -434,6 +440,7 @@ def test_resumed_run_and_synced_offline_run_are_whole(
     assert json.loads(synced["config"])["a"]["value"] == 1
 
 
+@pytest.mark.long
 def test_of_a_damaged_offline_run_what_is_before_the_damage_arrives(
     server: WandbServer, run_script: Callable[..., str]
 ) -> None:
@@ -458,6 +465,7 @@ def test_of_a_damaged_offline_run_what_is_before_the_damage_arrives(
     assert 100 < len(losses) < 400
 
 
+@pytest.mark.long
 def test_two_scripts_that_resume_one_run_at_once_lose_nothing(
     server: WandbServer, start_script: Script
 ) -> None:
@@ -495,6 +503,7 @@ def test_two_scripts_that_resume_one_run_at_once_lose_nothing(
         assert sorted(row[key] for row in rows if key in row) == list(range(20))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mib", [64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_artifact_that_is_cut_on_its_way_arrives_whole(
@@ -518,6 +527,7 @@ def test_artifact_that_is_cut_on_its_way_arrives_whole(
         assert proxy.is_cut
 
 
+@pytest.mark.long
 def test_unknown_release_of_the_client_logs(
     server: WandbServer, run_script: Callable[..., str]
 ) -> None:
@@ -587,6 +597,7 @@ def test_client_shows_why_a_key_is_refused(
     assert message in errors
 
 
+@pytest.mark.long
 def test_token_that_is_revoked_in_mid_run_ends_the_upload_and_not_the_script(
     server: WandbServer, start_script: Script
 ) -> None:
@@ -620,6 +631,7 @@ def test_token_that_is_revoked_in_mid_run_ends_the_upload_and_not_the_script(
     assert "Fatal error while uploading data" in errors
 
 
+@pytest.mark.long
 @pytest.mark.root
 def test_client_waits_on_a_full_disk_until_there_is_room(
     make_small_disk: Callable[..., Path],
@@ -667,6 +679,7 @@ def test_client_waits_on_a_full_disk_until_there_is_room(
         server.process.close()
 
 
+@pytest.mark.long
 def test_files_beyond_the_limit_of_a_run_are_refused_and_someone_says_so(
     tmp_path: Path,
     master_server: Any,
@@ -873,6 +886,7 @@ def test_fields_that_are_not_known_are_null_and_the_masters_log_names_them(
     assert "asks for `routeOfTomorrow` of Query, which is not known here" in log
 
 
+@pytest.mark.long
 def test_request_for_the_same_history_many_times_is_refused(server: WandbServer) -> None:
     server.begin("asked-often")
     rows = [{"_step": step, "loss": step} for step in range(2000)]
@@ -1062,6 +1076,7 @@ AGENT_SCRIPT = """
 ALL_POINTS = str([(x, n, "finished") for x in (0.25, 0.5) for n in (1, 2)])
 
 
+@pytest.mark.long
 def test_agent_of_a_sweep_runs_each_point_and_its_runs_carry_them(
     server: WandbServer, start_script: Script
 ) -> None:
@@ -1080,6 +1095,7 @@ def test_agent_of_a_sweep_runs_each_point_and_its_runs_carry_them(
     assert set(trial["hparams"]) == {"x", "net"}
 
 
+@pytest.mark.long
 def test_sweep_goes_on_through_a_killed_master_with_each_point_once(
     tmp_path: Path, master_server: Any, free_port: int, start_script: Script
 ) -> None:
@@ -1104,6 +1120,7 @@ def test_sweep_goes_on_through_a_killed_master_with_each_point_once(
     assert output.splitlines()[-1].partition(" ")[2] == ALL_POINTS
 
 
+@pytest.mark.long
 def test_wrong_config_of_a_sweep_is_shown_by_the_client(
     server: WandbServer, run_script: Callable[..., str]
 ) -> None:

@@ -49,6 +49,7 @@ def test_references_are_replaced_by_the_trials_values(
     assert fill_entrypoint(entrypoint, hparams=HPARAMS) == filled
 
 
+@pytest.mark.long
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30))
 def test_a_filled_in_value_is_one_word_of_the_command(value: str) -> None:
     filled = fill_entrypoint("program -x ${hparams.a} -y", hparams={"a": value})

@@ -151,6 +151,7 @@ def test_a_signal_ends_the_waiting(
     assert not caplog.records
 
 
+@pytest.mark.long
 def test_a_runner_that_says_nothing_is_waited_for_once_until_it_does(
     judged_run: RunDirectory,
     start_answering: Callable[..., threading.Thread],
@@ -191,6 +192,7 @@ with core.init() as context:
 """
 
 
+@pytest.mark.long
 def test_all_ranks_take_the_decision_that_the_chief_waits_for(
     judged_run: RunDirectory,
     start_ranks: Callable[..., Any],

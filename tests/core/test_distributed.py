@@ -158,6 +158,7 @@ dist.destroy_process_group()
 )
 
 
+@pytest.mark.long
 def test_under_torchrun_the_chief_names_one_run_directory(
     tmp_path: Path, clean_environment: dict[str, str]
 ) -> None:
@@ -180,6 +181,7 @@ def test_under_torchrun_the_chief_names_one_run_directory(
     assert RunDirectory(summary.path).journal_keys() == [JournalKey(0, 0, r) for r in range(3)]
 
 
+@pytest.mark.long
 def test_keys_are_cleaned_up_over_many_calls(
     start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
 ) -> None:
@@ -224,6 +226,7 @@ distributed.timeout_s = 4
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "missing"),
     [
@@ -300,6 +303,7 @@ distributed.close()
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 2])
 def test_killed_rank_ends_in_an_error_that_names_it(
     start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any], victim: int

@@ -291,6 +291,7 @@ with train.Trainer(0) as trainer:
 """
 
 
+@pytest.mark.long
 def test_a_trainer_tells_of_a_crashed_run_what_can_be_written_there(
     run_python: Callable[..., Any],
 ) -> None:

@@ -254,6 +254,7 @@ def leave_early(train_iterator: Any, info: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.long
 def test_a_worker_that_leaves_is_one_error(tmp_path: Path) -> None:
     with make(tmp_path / "order", num_workers=3, train_function=leave_early) as trainer:
         for rank in (0, 2):

@@ -101,6 +101,7 @@ def test_what_all_share_goes_through_a_file_and_there_is_one_at_a_time(
     assert are_same(disturbed, undisturbed)
 
 
+@pytest.mark.long
 def test_the_state_before_a_pass_stays_until_all_ranks_have_ended_it(
     are_same: Same, tmp_path: Path
 ) -> None:
@@ -117,6 +118,7 @@ def test_the_state_before_a_pass_stays_until_all_ranks_have_ended_it(
         assert num_files() == 1
 
 
+@pytest.mark.long
 def test_without_such_files_the_state_comes_in_messages(
     are_same: Same, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def train_with(take: Callable[..., None], optimizer_of: Any, num_workers: int) -
     return [of_worker["weights"] for of_worker in told]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("take", "optimizer_of"),
     [

@@ -256,6 +256,7 @@ if sys.argv[1:] == ["raise"]:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "state", "error"),
     [((), RunState.COMPLETED, None), (("raise",), RunState.CRASHED, "KeyError: 'why it ended'")],

@@ -109,6 +109,7 @@ def straight(beginning: dict[str, Any], num_steps: int) -> Any:
     return model, optimizer
 
 
+@pytest.mark.long
 def test_sharded_model_learns_what_a_whole_one_does(
     trainer: PyTorchTrainer, are_same: Same, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def make(odd: int | None = None, num_workers: int = 3, **options: Any) -> PyTorc
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_workers", "options"),
     [(1, {}), (3, {}), (3, {"data_parallel": "fsdp"}), (1, {"use_fp16": True})],

@@ -238,6 +238,7 @@ def read_epoch(config: dict[str, Any]) -> list[list[int]]:
     return batches
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_while_it_reads_ahead_loses_no_sample(
     server: Any, cache: Path, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def hugging_face(path: Path) -> Any:
     return stream.shuffle(seed=1, buffer_size=10).map(lambda row: {"id": row["id"], "n": 1})
 
 
+@pytest.mark.long
 def test_hugging_faces_streams_resume_as_often_as_one_likes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

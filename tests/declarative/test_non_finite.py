@@ -63,6 +63,7 @@ if int(os.environ.get("RANK", 0)) == 0:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_weights_that_a_loop_of_ones_own_has_broken_are_refused(
     tmp_path: Path, torch_ranks: Any, num_ranks: int

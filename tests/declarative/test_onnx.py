@@ -48,6 +48,7 @@ def trained(**changes: Any) -> Trainer:
     return trainer
 
 
+@pytest.mark.long
 def test_models_are_written_as_onnx_and_training_is_the_same_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +83,7 @@ class Pair(Net):
         return self.layers(x), 2 * x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "names", "outputs"),
     [(Named, ["kind", "size"], ["size", "kind"]), (Pair, ["kind", "x"], ["kind", "x"])],

@@ -238,6 +238,7 @@ def several(
     return run(torch_ranks, tmp_path_factory.mktemp("several"), request.param)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", TRAINED)
 def test_overridden_methods_train_all_ranks_as_one(alone: Said, several: Said, case: str) -> None:
     expected = alone[case][0]

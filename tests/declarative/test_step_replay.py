@@ -74,6 +74,7 @@ def train(
     return trainer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Trainer, OwnEpoch])
 def test_a_training_with_the_check_has_the_same_bits(tmp_path: Path, kind: type[Trainer]) -> None:
     ends = []

@@ -153,6 +153,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> dict[
     return {case: [found[key][case] for key in found] for case in found[1, 0]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", ["flat", "overlapped", "resumed", "averaged", "scheduled", "dropped"]
 )

@@ -285,6 +285,7 @@ def test_a_training_that_goes_on_in_another_directory_ends_in_the_same_bits(
     )
 
 
+@pytest.mark.long
 def test_a_training_goes_on_from_a_bucket_in_the_same_bits(
     make_config: MakeConfig, s3: str
 ) -> None:
@@ -375,6 +376,7 @@ class InterruptedInOwnLoop(Trainer):
             self.run_model_update_step(loss)
 
 
+@pytest.mark.long
 def test_a_loop_of_ones_own_that_is_told_to_leave_loses_nothing(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -654,6 +656,7 @@ def test_every_method_of_a_step_and_an_epoch_can_be_overridden(make_config: Make
     assert list(dict.fromkeys(said)) == points
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, {"automatic_mixed_precision": True}, {"cpu_only": True}])
 def test_a_step_that_nobody_overrides_is_the_same_in_fewer_calls(changes: dict[str, Any]) -> None:
     class Classifier(nn.Module):
@@ -870,6 +873,7 @@ def test_loading_in_worker_processes_gives_the_same_every_time(make_config: Make
 # ---- pictures --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_histories_are_drawn_into_files(make_config: MakeConfig) -> None:
     trainer = trained(make_config(task_type="classification"))
     (losses,) = trainer.plot_training_history().axes[:1]

@@ -250,6 +250,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_search_shows_its_trials_the_best_and_where_it_is(
     run_python: Run, tmp_path: Path
 ) -> None:
@@ -267,12 +268,14 @@ def test_a_search_shows_its_trials_the_best_and_where_it_is(
     assert len(json.loads(listed.stdout)) == 3
 
 
+@pytest.mark.long
 def test_the_start_of_workers_is_no_measure_of_the_time_that_is_left(run_python: Run) -> None:
     method = '{"name": "adaptive_asha", "max_trials": 3'
     lines = run_python(SEARCH.replace('{"name": "grid"', method)).stderr.splitlines()
     assert re.match(r"trial \d of 3  [1-9]\d*%  \d running  best_loss=", lines[1]), f"{lines}"
 
 
+@pytest.mark.long
 def test_a_search_counts_the_trials_that_have_failed(run_python: Run) -> None:
     lines = run_python(SEARCH, "3.0").stderr.splitlines()
     assert any(re.search(r"running, 1 failed  best_loss=", line) for line in lines), f"{lines}"

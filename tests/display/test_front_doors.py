@@ -209,6 +209,7 @@ def test_through_a_pipe_each_report_and_the_end_are_a_line_in_any_unit(
     check_places(lines, tmp_path)
 
 
+@pytest.mark.long
 def test_a_terminal_shows_the_end_of_each_training_and_where_it_is(
     at_terminal: Start, tmp_path: Path
 ) -> None:
@@ -231,6 +232,7 @@ def test_a_terminal_shows_the_end_of_each_training_and_where_it_is(
     check_places(lines, tmp_path)
 
 
+@pytest.mark.long
 def test_ctrl_c_at_the_terminal_stores_a_checkpoint_and_the_resumed_run_begins_there(
     terminal: Any, start_script: StartScript, tmp_path: Path, piped: Start
 ) -> None:
@@ -273,6 +275,7 @@ trainer.run_training()
 """
 
 
+@pytest.mark.long
 def test_config_objects_show_epochs_losses_and_the_end(
     piped: Start, at_terminal: Start, tmp_path: Path
 ) -> None:
@@ -319,6 +322,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_train_function_shows_its_reports_and_the_end(
     piped: Start, at_terminal: Start, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_an_entry_has_signature_sections_and_members(texts: dict[str, str]) -> N
     assert "See [`paceline.core.Tracker`](paceline.core.md#paceline.core.Tracker)." in again
 
 
+@pytest.mark.long
 def test_names_without_docstring_or_line_in_the_index_fail(tmp_path: Path) -> None:
     """One copy of the source with one fault of each kind: reading it takes seconds."""
     ignored = shutil.ignore_patterns("__pycache__", "webui", "docs")
@@ -95,6 +96,7 @@ def test_names_without_docstring_or_line_in_the_index_fail(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.long
 def test_a_name_that_is_gone_fails(tmp_path: Path) -> None:
     index = tmp_path / "reference.md"
     text = (ROOT / "docs" / "reference.md").read_text()

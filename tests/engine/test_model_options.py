@@ -107,6 +107,7 @@ def test_a_wrong_number_of_ranks_for_a_copy_is_refused(shard_size: Any) -> None:
     assert not stepper(data_parallel=DataParallel.FSDP, shard_size=2).is_sharded
 
 
+@pytest.mark.long
 def test_blocks_are_computed_again_and_compiled() -> None:
     calls: list[int] = []
 

@@ -120,6 +120,7 @@ print("BUILT")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("odd", [0, 2])
 @pytest.mark.parametrize("script", [DECLARATIVE, TRIAL], ids=["declarative", "trial"])
 def test_a_split_that_depends_on_the_rank_is_refused_with_ranks(

@@ -79,6 +79,7 @@ def ids(batches: list[list[list[Any]]]) -> list[int]:
     return [number for shards in batches for shard in shards for number in shard[0]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stream_in_partitions_goes_on_anywhere_as_often_as_one_likes(processes: int) -> None:
     straight = Read(processes=processes)

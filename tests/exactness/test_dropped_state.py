@@ -14,6 +14,7 @@ WINDOW = {"WINDOW": "4"}
 LOADERS = {"LOADERS": "2", "PRECISION": "fp32"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("item", "num_workers", "options", "expected"),
     [

@@ -135,6 +135,7 @@ def test_training_goes_on_with_other_numbers_of_workers(
     assert_agree(alone(1), resized)
 
 
+@pytest.mark.long
 def test_other_numbers_of_workers_go_on_within_an_accumulated_step(
     alone: Any, torch_ranks: Any, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def reader(tmp_path: Path, clean_environment: dict[str, str], torch_ranks: Any) 
         reader.run_shell("paceline down >/dev/null 2>&1 || true")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "program",
     [pytest.param(each, id=str(each), marks=SLOW if each.needs else []) for each in PROGRAMS],

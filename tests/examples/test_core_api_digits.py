@@ -184,17 +184,20 @@ def test_two_processes_train_and_resume_in_the_same_bits(run: Run, example: Path
     assert validation(resumed) == rows
 
 
+@pytest.mark.long
 def test_the_distributed_script_runs_alone(run: Run, example: Path) -> None:
     run("model_def_distributed.py", "--epochs", "1")
     assert list(validation(only_run(example))) == [23]
 
 
+@pytest.mark.long
 def test_the_search_script_says_how_to_start_it(run: Run, example: Path) -> None:
     output = run("model_def_adaptive.py", code=1)
     assert output == "This step needs a search: paceline e create adaptive.yaml . -f\n"
     assert not (example / "paceline_runs").exists()
 
 
+@pytest.mark.long
 def test_a_trial_of_the_search_runs_locally(run: Run) -> None:
     output = run(
         *("-m", "paceline.cli", "e", "create", "adaptive.yaml", ".", "--local"),

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from guides import Guide
 
 from paceline import data
@@ -20,6 +21,7 @@ for file in range(4):
 """
 
 
+@pytest.mark.long
 def test_the_code_runs_from_top_to_bottom(s3: str, run_with_torch: Callable[..., Any]) -> None:
     assert "s3://bucket/data" in GUIDE.code()
     from_store = GUIDE.block("s3://bucket/data")

@@ -19,6 +19,7 @@ def example_name() -> str:
     return "declarative_trainer"
 
 
+@pytest.mark.long
 def test_the_script_learns_and_goes_on(run: Run, example: Path) -> None:
     run("train.py", "--epochs", "1")
     output = run("train.py", "--epochs", "8", "--checkpoint-dir", "results")

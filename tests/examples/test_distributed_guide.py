@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from guides import Guide, line_trial
 
 GUIDE = Guide("docs/distributed.md")
 
 
+@pytest.mark.long
 def test_the_function_runs_in_workers(run_with_torch: Callable[..., Any]) -> None:
     call = "values = pytorch.launch(main, num_workers=4, args=(3,))"
     assert f"`{call}`" in GUIDE.text

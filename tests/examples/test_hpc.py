@@ -29,6 +29,7 @@ def environment(environment: dict[str, str]) -> dict[str, str]:
     return {**environment, "PATH": path}
 
 
+@pytest.mark.long
 def test_the_training_learns_alone(run: Run, example: Path) -> None:
     output = run("train.py", "--epochs", "5")
     (accuracy,) = re.findall(r"Of the validation images ([\d.]+)% are", output)

@@ -74,6 +74,7 @@ def follow(session: str, shell: Shell) -> None:
             assert plain(printed).splitlines() == plain(shown).splitlines(), command
 
 
+@pytest.mark.long
 def test_a_home_is_backed_up_repaired_and_restored(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN.replace("END", str(tmp_path / "end")))
     (tmp_path / "experiment.yaml").write_text(CONFIG)
@@ -94,6 +95,7 @@ def test_a_home_is_backed_up_repaired_and_restored(shell: Shell, tmp_path: Path)
     follow(check, shell)
 
 
+@pytest.mark.long
 def test_what_prometheus_is_told_is_listed(shell: Shell, tmp_path: Path) -> None:
     shell("paceline up --detach")
     [session] = OPERATIONS.blocks("console")

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paceline.client import Client
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "overnight"
@@ -31,6 +33,7 @@ def wait_for(condition: Callable[[], object], agent: subprocess.Popen[str]) -> N
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_a_night_goes_on_after_the_agent_was_killed(tmp_path: Path, master_server: Any) -> None:
     home = tmp_path / "home"
     home.mkdir()

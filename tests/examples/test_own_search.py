@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from paceline.client import Client
@@ -27,6 +28,7 @@ def start(home: Path, experiment_id: int) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 def test_a_method_over_the_api_goes_on_after_it_was_killed(
     tmp_path: Path, master_server: Any
 ) -> None:

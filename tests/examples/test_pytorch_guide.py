@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from guides import Guide, line_trial
 
@@ -50,6 +51,7 @@ def test_every_mode_of_a_scheduler_is_listed() -> None:
         assert f"| `{mode.name}` |" in GUIDE.text
 
 
+@pytest.mark.long
 def test_hyperparameters_of_the_script_must_be_in_the_config(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

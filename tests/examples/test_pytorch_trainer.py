@@ -62,6 +62,7 @@ def test_every_file_is_in_the_guide(example: Path) -> None:
     assert named == {path.name for path in example.iterdir()} - {"README.md"}
 
 
+@pytest.mark.long
 def test_training_learns_and_keeps_its_best(run: Run, example: Path) -> None:
     output = run("train.py", "--batches", "600")
     assert "The images are scikit-learn's digits" in output
@@ -72,6 +73,7 @@ def test_training_learns_and_keeps_its_best(run: Run, example: Path) -> None:
     assert f"reached max_length: 600 batches, best {best:.1%}" in output
 
 
+@pytest.mark.long
 def test_fashion_mnist_is_read_where_it_is(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

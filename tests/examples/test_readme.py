@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from guides import ROOT, Guide
 
@@ -14,6 +15,7 @@ from paceline.journal import RunDirectory
 README = Guide("README.md")
 
 
+@pytest.mark.long
 def test_the_script_trains(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "train.py").write_text(README.blocks("python")[0])
     subprocess.run(

@@ -33,6 +33,7 @@ def paceline(directory: Path, *arguments: object, code: int = 0) -> str:
     return result.stdout if code == 0 else result.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("door", get_args(Door))
 def test_a_new_project_runs_as_its_readme_says(tmp_path: Path, door: str) -> None:
     made = json.loads(paceline(tmp_path, "init", "new", "--door", door, "--json"))

@@ -21,6 +21,7 @@ print(result.checkpoint_urls[-1])
 """
 
 
+@pytest.mark.long
 def test_a_run_keeps_its_checkpoints_in_the_bucket(
     s3: str,
     run_with_torch: Callable[..., Any],

@@ -22,6 +22,7 @@ def recognised(output: str) -> float:
     return float(percent)
 
 
+@pytest.mark.long
 def test_two_workers_learn_the_digits(run: Run, example: Path) -> None:
     output = run("train.py")
     assert re.findall(r"report (\d+): epoch", output) == [str(n) for n in range(1, 11)]

@@ -3,6 +3,7 @@
 import ast
 import re
 
+import pytest
 from guides import ROOT, Guide
 
 PAGE = Guide("docs/troubleshooting.md")
@@ -20,6 +21,7 @@ def texts(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_every_message_is_one_of_the_code() -> None:
     files = (ROOT / "src" / "paceline").rglob("*.py")
     code = [text for file in files for text in texts(file.read_text())]

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from guides import Guide
 
 GUIDE = Guide("docs/tune.md")
@@ -35,6 +36,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_kill_between_save_and_report_loses_no_report(run_python: Callable[..., Any]) -> None:
     report = "        train.report(**result)\n"
     assert report in BLOCKS[0]

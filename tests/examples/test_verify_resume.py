@@ -9,6 +9,7 @@ from paceline.testing import verify_command
 EXAMPLE = Path(__file__).parents[2] / "examples" / "verify_resume"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("forgotten", ["", "random"])
 def test_plain_script_of_torch(forgotten: str, tmp_path: Path) -> None:
     options = ["--forget", forgotten] if forgotten else []

@@ -14,6 +14,7 @@ NEEDS_NAMESPACES = pytest.mark.skipif(
 PROGRAM = Path(__file__).with_name("campaign.py")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "number"),
     [

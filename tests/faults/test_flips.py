@@ -332,6 +332,7 @@ def flip(path: Path, data: bytes, position: int) -> None:
     path.write_bytes(changed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["token", "attempt_key", "cluster_id"])
 def test_a_start_mends_what_identifies_a_home_and_says_so(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

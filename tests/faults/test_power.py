@@ -43,6 +43,7 @@ def tree(root: Path) -> dict[str, bytes | None]:
     }
 
 
+@pytest.mark.long
 def test_the_recording_of_a_master_gives_all_of_its_files(recording: Recording) -> None:
     root = recording.round.root
     before = tree(root)
@@ -50,6 +51,7 @@ def test_the_recording_of_a_master_gives_all_of_its_files(recording: Recording) 
     assert tree(root) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(3))
 def test_a_home_is_taken_up_after_a_power_loss_at_any_moment(
     recording: Recording, part: int

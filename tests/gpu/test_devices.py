@@ -128,6 +128,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("visible", [None, "1"])
 def test_each_trial_sees_the_gpu_of_its_slot_alone(
     visible: str | None,

@@ -50,6 +50,7 @@ def records(path: Path) -> list[tuple[Any, int, bytes]]:
     return [(k, e.sequence, e.payload) for k in run.journal_keys() for e in run.reader(k)]
 
 
+@pytest.mark.long
 def test_import_of_an_export_has_the_same_records(
     run: Path, tmp_path: Path, run_import: Import
 ) -> None:
@@ -69,6 +70,7 @@ def test_import_of_an_export_has_the_same_records(
     assert tree(tmp_path / "runs") == content
 
 
+@pytest.mark.long
 def test_run_that_is_there_is_not_imported_again(run: Path, tmp_path: Path) -> None:
     export(run, "-o", tmp_path / "export")
     before = tree(run)

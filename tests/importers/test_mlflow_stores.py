@@ -61,6 +61,7 @@ def store(written: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path
     return Path(shutil.copytree(written / request.param, tmp_path / "store"))
 
 
+@pytest.mark.long
 def test_runs_of_both_kinds_of_store_come_whole(store: Path, run_import: Import) -> None:
     runs, problems = run_import(store)
     assert problems == []

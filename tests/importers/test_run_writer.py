@@ -166,6 +166,7 @@ def test_hparams_that_came_later_are_taken_up(store: Path, run_import: Import) -
     assert RunDirectory(runs[0].path).read_info().hparams == {"lr": 0.5}
 
 
+@pytest.mark.long
 @pytest.mark.root
 def test_full_disk_is_an_error_and_the_import_continues_later(
     store: Path, tmp_path: Path, small_disk: Path, run_import: Import

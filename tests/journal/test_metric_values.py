@@ -26,6 +26,7 @@ keys = st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda key: key 
 values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(keys, inner))
 
 
+@pytest.mark.long
 @given(st.dictionaries(keys, values))
 def test_metrics_survive_the_way_through_json(metrics: dict[str, Any]) -> None:
     encoded = msgspec.json.decode(msgspec.json.encode(encode_metrics(metrics)))

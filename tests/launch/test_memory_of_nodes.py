@@ -201,6 +201,7 @@ def run_nodes(
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "per_node", "lost", "variables"),
     [
@@ -230,6 +231,7 @@ def test_a_node_that_is_lost_with_its_memory_repeats_some_steps_in_the_same_bits
     assert 0 <= 13 - killed["starts"][1] < 3, killed["starts"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("per_node", "variables"),
     [
@@ -250,6 +252,7 @@ def test_a_node_that_goes_after_a_notice_leaves_its_last_step_on_the_next_one(
     assert (begin, again >= 8) == (0, True), killed["starts"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_signal_to_a_node_that_stays_ends_all_though_another_one_goes(
     start_launcher: Callable[..., Any], script: Script, tmp_path: Path, dropout_trial: str
@@ -270,6 +273,7 @@ def test_a_signal_to_a_node_that_stays_ends_all_though_another_one_goes(
     assert not [*tmp_path.glob("memory-0-*/*")]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_nodes_that_held_the_only_copies_are_lost_and_training_begins_anew(
     run_nodes: RunNodes, run_straight: RunNodes
@@ -280,6 +284,7 @@ def test_nodes_that_held_the_only_copies_are_lost_and_training_begins_anew(
     assert killed["starts"] == [0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_damaged_copy_is_named_and_never_resumed_from(
     run_nodes: RunNodes, run_straight: RunNodes, tmp_path: Path
@@ -300,6 +305,7 @@ def test_a_damaged_copy_is_named_and_never_resumed_from(
     assert "A state in memory is not used:" in killed["errors"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("point", "rank"),
     [
@@ -321,6 +327,7 @@ def test_a_kill_within_a_copy_or_its_commit_leaves_a_whole_state(
     assert killed["starts"] == sorted(set(killed["starts"]))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_node_without_memory_is_told_and_training_goes_on(run_nodes: RunNodes) -> None:
     found = run_nodes("bare", 2, BARE="1")

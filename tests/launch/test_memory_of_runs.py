@@ -118,6 +118,7 @@ def test_workers_that_are_lost_go_on_from_memory_in_the_same_bits(
     assert not [*memory.iterdir()]
 
 
+@pytest.mark.long
 def test_a_survivor_saves_the_state_before_the_interrupted_step(
     launch: Launch, script: Script, tmp_path: Path, dropout_trial: str, memory: Path
 ) -> None:
@@ -195,6 +196,7 @@ class Trial(Trial):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("where", "victim"), [("forward", 0), ("backward", 2), ("backward", 0)])
 def test_a_survivor_leaves_a_batch_that_cannot_be_completed(
     launch: Launch,
@@ -238,6 +240,7 @@ def kill_at_random(
             each.unlink()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(10 if "PACELINE_TEST_FULL" in os.environ else 2))
 @pytest.mark.timeout(300)
 def test_kills_at_random_moments_end_in_the_same_bits(
@@ -289,6 +292,7 @@ def test_another_number_of_workers_goes_on_from_memory(
     assert weights(changed.stdout) == pytest.approx(weights(straight.stdout), rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_a_launcher_that_was_killed(
     start_launcher: Callable[..., "subprocess.Popen[str]"],
     script: Script,

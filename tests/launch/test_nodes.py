@@ -232,6 +232,7 @@ raise core.DistributedPeerError(f"rank {sys.argv[1]} failed: OSError", error_typ
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "num_nodes"),
     [
@@ -265,6 +266,7 @@ def test_invalid_hp_on_another_node_ends_the_run_as_a_success(
     assert run.state is RunState.INVALID_HP
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("signalled", "signum", "address"),
     [
@@ -347,6 +349,7 @@ def test_a_launcher_that_was_killed_may_come_back_whatever_else_connects(
     assert_ended([*before, *after])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("restarts", "code"), [pytest.param(0, 137, marks=pytest.mark.slow), (1, 2)]
 )
@@ -364,6 +367,7 @@ def test_a_launcher_that_was_killed_and_does_not_come_back_is_named(
     assert_ended(pids)
 
 
+@pytest.mark.long
 def test_a_launcher_that_is_stopped_counts_as_lost(
     start_node: StartNode, script: Script, tmp_path: Path
 ) -> None:
@@ -381,6 +385,7 @@ def test_a_launcher_that_is_stopped_counts_as_lost(
     assert_ended(pids)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "what", "said"),
     [
@@ -428,6 +433,7 @@ def test_when_the_launcher_of_node_0_is_killed_the_others_end_and_name_it(
     assert_ended(pids)
 
 
+@pytest.mark.long
 def test_launchers_that_never_come_are_named(start_node: StartNode, script: Script) -> None:
     options = ["--nodes-timeout-s=3", script(WAITS)]
     first = start_node(0, *options, nodes=3)
@@ -461,6 +467,7 @@ def test_nodes_with_other_options_are_refused_by_their_names(
     assert code == 128 + signal.SIGTERM
 
 
+@pytest.mark.long
 def test_a_node_0_that_is_not_reached_is_told_while_it_is_waited_for(
     master_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

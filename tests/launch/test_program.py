@@ -152,6 +152,7 @@ def test_a_rank_of_a_process_group_that_lost_another_has_no_traceback(
     assert ("hook RuntimeError" in result.stdout) == bool(hook), f"{result.stdout}"
 
 
+@pytest.mark.long
 def test_an_error_of_the_users_code_shows_the_users_frames(launch: Launch, script: Script) -> None:
     """Frames of Paceline that call the code are counted; those after it, where it erred, stay."""
     text = """

@@ -114,6 +114,7 @@ train.Trainer(3).run(fit)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("struck", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_train_function_that_lost_a_rank_goes_on(
     launch: Launch, script: Script, tmp_path: Path, struck: int
@@ -203,6 +204,7 @@ with core.DistributedContext.from_torch_distributed() as distributed:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_in_an_attempt", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_tells_what_ended_workers_that_were_started_again(
     launch: Launch, script: Script, tmp_path: Path, is_in_an_attempt: bool

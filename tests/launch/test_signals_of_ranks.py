@@ -94,6 +94,7 @@ trainer.run(fit)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script_text", "signum", "rank"),
     [

@@ -106,6 +106,7 @@ with pytorch.init(hparams={"global_batch_size": 3}) as context:
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_named_when_the_group_is_asked_to_end(
     start_launcher: Callable[..., "subprocess.Popen[str]"], script: Script, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ while list(others()):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("code", "num_workers", "warm", "seen"),
     [
@@ -99,6 +100,7 @@ def _read_lines(process: "subprocess.Popen[str]", number: int) -> list[str]:
     return [process.stdout.readline().rstrip("\n") for _ in range(number)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_workers", "times"), [(2, 1), pytest.param(3, 30, marks=pytest.mark.slow)]
 )
@@ -116,6 +118,7 @@ def test_workers_train_and_end_with_code_0_every_time(
         ]
 
 
+@pytest.mark.long
 def test_a_failing_rank_stops_those_that_hang_in_a_collective(
     launch: Launch, script: Script
 ) -> None:
@@ -242,6 +245,7 @@ while True:
     assert "SIGTERM again: the workers are killed." in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_second_ctrl_c_ends_the_workers_with_code_130(
     start_launcher: Start, script: Script, leaves: bool

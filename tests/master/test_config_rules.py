@@ -246,6 +246,7 @@ def test_a_rule_that_would_have_no_effect_is_refused(
     assert master.http.get("/config-rules").json() == []
 
 
+@pytest.mark.long
 def test_two_who_change_one_rule_do_not_overwrite_each_other(lab: Any) -> None:
     replies: list[int] = []
 

@@ -181,6 +181,7 @@ def test_a_head_has_a_limit_also_in_one_piece(master: Any, num_bytes: int, has_e
     assert answer.startswith(b"HTTP/1.1 200" if num_bytes < 65_536 else b"HTTP/1.1 400")
 
 
+@pytest.mark.long
 def test_half_sent_requests_keep_nobody_out(few_files: MasterWithFewFiles) -> None:
     master = few_files.start()
     with ExitStack() as stack:
@@ -214,6 +215,7 @@ def test_half_sent_requests_keep_nobody_out(few_files: MasterWithFewFiles) -> No
     assert len(master.log()) < 10_000, master.log()[:10_000]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sent", [HALF, HALF_BODY], ids=["headers", "body"])
 def test_a_flood_of_half_sent_requests_keeps_nobody_out(
     few_files: MasterWithFewFiles, sent: bytes
@@ -235,6 +237,7 @@ def test_a_flood_of_half_sent_requests_keeps_nobody_out(
         flood.wait()
 
 
+@pytest.mark.long
 def test_the_log_begins_anew_when_it_is_large_and_repeats_little(
     few_files: MasterWithFewFiles,
 ) -> None:
@@ -255,6 +258,7 @@ def test_the_log_begins_anew_when_it_is_large_and_repeats_little(
     assert old.endswith(b"an old line\n")
 
 
+@pytest.mark.long
 def test_a_strangers_connection_ends_at_its_deadline_whatever_trickles_in(
     make_master: Callable[..., Any],
 ) -> None:
@@ -426,6 +430,7 @@ def test_those_of_one_address_leave_half_of_the_places_to_others(
         assert [follow("127.0.0.3") for _ in range(3)] == [200, 200, 200]
 
 
+@pytest.mark.long
 def test_a_master_with_very_few_files_keeps_enough_of_them_for_itself(
     few_files: MasterWithFewFiles,
 ) -> None:

@@ -175,6 +175,7 @@ def test_an_attempt_is_given_no_link_in_place_of_a_list_of_files(shared: Shared,
     assert_refused(shared.ask("one"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["large", "many"])
 def test_done_files_do_not_fill_the_memory_of_the_master(
     shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str

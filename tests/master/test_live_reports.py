@@ -347,6 +347,7 @@ def check_end_of_ranks(master: Any, run: RunDirectory, struck: int, way: str) ->
         assert found[:3] == [1, 2, 3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("struck", [0, 2])
 @pytest.mark.parametrize("way", ["kill", "error", "invalid"])
 def test_the_end_of_a_rank_arrives_from_all_ranks_after_the_master_was_away(

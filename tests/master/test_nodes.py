@@ -1348,6 +1348,7 @@ def test_a_success_ends_the_rest_of_a_node(master: Any, join: Callable[..., Fake
     assert not resting(master)["bad"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["read", "delete", "piece"])
 def test_a_storage_that_hangs_is_named_whatever_waits_for_it(
     hanging_disk: Path,
@@ -1389,6 +1390,7 @@ def test_a_storage_that_hangs_is_named_whatever_waits_for_it(
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_requests_that_a_storage_keeps_waiting_keep_no_others_waiting(
     hanging_disk: Path, make_master: Callable[..., Any]
 ) -> None:

@@ -252,6 +252,7 @@ def test_past_use_is_kept_over_restarts_and_backups_and_decides_who_is_next(
         again.close()
 
 
+@pytest.mark.long
 def test_a_reservation_clears_its_node_and_keeps_others_away(master: Any, add: Any) -> None:
     ada = add("ada")
     number = start(master.http)

@@ -133,6 +133,7 @@ def test_a_key_outlives_the_master(make_master: Callable[..., Any]) -> None:
     assert len(second.http.get("/experiments").json()["items"]) == 1
 
 
+@pytest.mark.long
 def test_threads_share_a_client_whose_connections_break(proxy: LossyProxy, client: Client) -> None:
     lock, count = threading.Lock(), 0
 

@@ -118,6 +118,7 @@ def test_a_master_for_all_interfaces_tells_an_address_that_others_reach(
         master.kill()
 
 
+@pytest.mark.long
 def test_a_second_master_on_a_home_is_refused_and_harms_the_first_nothing(
     home: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_database_of_another_version_is_refused(home: Path) -> None:
     assert not (home / "master.json").exists()
 
 
+@pytest.mark.long
 def test_the_home_is_private_and_token_and_identity_stay(
     home: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -156,6 +158,7 @@ def test_the_home_is_private_and_token_and_identity_stay(
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
 
+@pytest.mark.long
 def test_a_master_killed_and_started_again_takes_the_home_over(
     home: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -169,6 +172,7 @@ def test_a_master_killed_and_started_again_takes_the_home_over(
         assert http.get("/slots").status_code == 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep_trials", [True, False])
 def test_a_shutdown_request_closes_streams_and_ends_the_process(
     home: Path, start: Callable[..., subprocess.Popen[str]], keep_trials: bool
@@ -206,6 +210,7 @@ serve(Path(sys.argv[1]), port=0, num_slots=1)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("thread", "code"), [("reconciler", 0), ("database-writer", 1)])
 def test_a_signal_ends_a_master_whatever_hangs(home: Path, thread: str, code: int) -> None:
     """The first thread waits for a storage that is away, the second for the disk of the home."""
@@ -238,6 +243,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_a_command_that_was_the_master_ends_without_threads_that_hang(home: Path) -> None:
     """A thread of a request may wait for a storage that is away; Python would wait for it."""
     command = ["up", "--port", "0", "--slots", "1", "--home", str(home)]

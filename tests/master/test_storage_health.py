@@ -200,6 +200,7 @@ def test_a_bucket_tells_its_health_with_a_real_server(master: Any, s3: str) -> N
     assert storage_from(s3).objects("") == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variable", "value", "reason"),
     [
@@ -255,6 +256,7 @@ def strict_s3() -> Iterator[str]:
     process.communicate("\n")
 
 
+@pytest.mark.long
 def test_a_stopped_server_of_a_bucket_holds_no_other_storage(
     master: Any, s3: str, own_s3: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

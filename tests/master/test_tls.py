@@ -137,6 +137,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.long
 def test_a_client_that_knows_the_authority_is_answered(
     master: TlsMaster, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:

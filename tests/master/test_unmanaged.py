@@ -835,6 +835,7 @@ def view_of(root: Path, info: RunInfo, requests: list[list[RunBatch]]) -> list[A
         shutil.rmtree(root)
 
 
+@pytest.mark.long
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.integers(0, 9), max_size=5), again=st.lists(st.booleans(), min_size=6))
 def test_records_give_the_same_view_however_they_are_cut_and_repeated(

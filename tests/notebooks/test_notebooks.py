@@ -91,6 +91,7 @@ def environment(tmp_path: Path, clean_environment: dict[str, str]) -> dict[str, 
     return {**clean_environment, **own, "PATH": path}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(TIMEOUT_S)
 def test_the_example_trains_shows_its_history_and_starts_two_workers(
     tmp_path: Path, environment: dict[str, str]

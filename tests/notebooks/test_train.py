@@ -23,6 +23,7 @@ def text_of(cell: Any) -> str:
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(TIMEOUT_S)
 def test_r5_a_function_is_developed_trained_and_validated_in_a_notebook(
     tmp_path: Path, clean_environment: dict[str, str]

@@ -103,6 +103,7 @@ def check_licenses(text: str, source: Path) -> None:
     assert "The Apache Software Foundation" in texts["echarts"]
 
 
+@pytest.mark.long
 def test_sdist_and_wheel_carry_a_built_web_ui(
     built_source: Path, builder: Any, user: Any, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_web_ui_of_another_source_is_left_out(
     assert "index.html" in ui_files(build(builder, "build_wheel", built_source, tmp_path)[0])
 
 
+@pytest.mark.long
 def test_the_documentation_is_carried_if_it_was_built_from_this_source(
     source: Path, builder: Any, tmp_path: Path
 ) -> None:
@@ -169,6 +171,7 @@ def test_the_documentation_is_carried_if_it_was_built_from_this_source(
     assert ui_files(wheel, DOCUMENTATION) == {}
 
 
+@pytest.mark.long
 def test_a_skipped_web_ui_is_told_at_the_build_and_by_the_master(
     source: Path, builder: Any, user: Any, tmp_path: Path
 ) -> None:
@@ -192,6 +195,7 @@ def test_a_skipped_web_ui_is_told_at_the_build_and_by_the_master(
         assert again.stdout.startswith("http://")
 
 
+@pytest.mark.long
 def test_a_registry_out_of_reach_is_told_and_does_not_fail_the_build(
     source: Path, builder: Any, tmp_path: Path
 ) -> None:

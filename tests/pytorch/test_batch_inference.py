@@ -348,6 +348,7 @@ def test_no_row_is_lost_or_doubled_after_the_kill_of_a_rank(
     assert (tmp_path / "finished").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rank", "batch"), [pytest.param(0, 15, marks=pytest.mark.slow), (2, 14)])
 def test_results_that_are_gone_after_the_kill_of_a_rank_are_missed_on_all(
     start: Any, tmp_path: Path, rank: int, batch: int, capfd: pytest.CaptureFixture[str]

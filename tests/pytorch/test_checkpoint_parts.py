@@ -120,6 +120,7 @@ def stored_steps(tmp_path: Path) -> list[int]:
     return [stored.steps_completed for stored in checkpoints]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("length", "period", "rank"),
     [
@@ -173,6 +174,7 @@ def test_continuous_checkpoints_go_on_after_one_that_a_rank_could_not_store(
     assert run_directory(tmp_path).begun_checkpoints() == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_with_another_storage_is_told_of(
     run: Callable[..., tuple[int, str]], tmp_path: Path, rank: int

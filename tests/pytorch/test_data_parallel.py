@@ -263,6 +263,7 @@ def three(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", ["flat", "windows", "shorter than the world", "two passes", "kept"]
 )

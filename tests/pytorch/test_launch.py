@@ -157,6 +157,7 @@ def run_summary(tmp_path: Path) -> core.RunSummary:
 # ---- a function ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_function_trains_on_workers_and_its_errors_are_those_of_the_first_rank(
     start: Start, tmp_path: Path
 ) -> None:
@@ -280,6 +281,7 @@ manager.shutdown_kernel(now=True)
 """
 
 
+@pytest.mark.long
 def test_functions_of_a_notebook_run_in_workers_and_its_cells_can_be_interrupted(
     start: Start, tmp_path: Path
 ) -> None:
@@ -300,6 +302,7 @@ def test_functions_of_a_notebook_run_in_workers_and_its_cells_can_be_interrupted
 # ---- Ctrl-C ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "code"),
     [
@@ -360,6 +363,7 @@ def test_a_signal_to_all_processes_of_a_job_stores_a_checkpoint(
         assert summary.latest_checkpoint is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "code"),
     [
@@ -429,6 +433,7 @@ model = main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("num_workers", "repetitions"),
@@ -459,6 +464,7 @@ def test_under_plain_torchrun_a_code_of_the_script_is_kept(start: Start, tmp_pat
     assert "exitcode  : 3" in out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
@@ -481,6 +487,7 @@ def test_under_plain_torchrun_a_rank_that_fails_ends_the_others(
 # ---- the process group -----------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_process_group_is_joined_or_made_for_every_way_to_tell_the_place(
     start: Start, tmp_path: Path
 ) -> None:

@@ -229,6 +229,7 @@ def scripted(tmp_path: Path, run_with_torch: Callable[..., Any]) -> Path:
     return Path(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_trial_of_a_script_needs_its_class_and_its_weights_need_no_paceline(
     scripted: Path, tmp_path: Path, module: Any
 ) -> None:

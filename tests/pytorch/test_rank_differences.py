@@ -171,6 +171,7 @@ def said(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> dict[str
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("odd", [0, 2])
 @pytest.mark.parametrize("what", FOUND)
 def test_the_first_tensor_that_differs_is_named_with_the_ranks(

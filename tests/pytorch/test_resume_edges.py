@@ -535,6 +535,7 @@ def test_weights_and_trials_are_loaded_from_the_url_of_a_checkpoint(
         pytorch.load_weights(model, place)
 
 
+@pytest.mark.long
 def test_training_goes_on_elsewhere_from_the_url_of_a_checkpoint(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

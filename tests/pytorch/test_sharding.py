@@ -41,6 +41,7 @@ def test_a_sharded_model_is_trained_as_a_whole_one(
 
 
 # The last checkpoint before the kill is in the middle of an accumulated step.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -133,6 +134,7 @@ def test_a_sharded_adapter_goes_on_with_its_own_base_alone(tmp_path: Path) -> No
 
 
 # Of batch 17, the chief's checkpoint of 15 may be on its way still.
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_kill_of_any_rank_ends_in_the_same_training(
     whole: Training, tmp_path: Path, rank: int
@@ -146,6 +148,7 @@ def test_a_kill_of_any_rank_ends_in_the_same_training(
     assert_divided(training, 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [

@@ -155,6 +155,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return request.param, json.loads((directory / "said.json").read_text())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["flat", "overlapped"])
 @pytest.mark.parametrize("frequency", [1, 2])
 @pytest.mark.parametrize("what", ["", "scaler", "two"])

@@ -47,6 +47,7 @@ def assert_groups_agree(training: Training, shape: Shape) -> None:
 
 
 # The last checkpoint before the kill is in the middle of an accumulated step.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -79,6 +79,7 @@ def plain_loop() -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_layers_thawed_in_an_overlapped_model_are_trained_as_in_a_plain_loop(
     tmp_path: Path, torch_ranks: Any, num_ranks: int

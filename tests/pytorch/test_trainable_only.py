@@ -92,6 +92,7 @@ def stored_names(checkpoint: Path) -> set[str]:
     return set(pytorch.load_weights_from_checkpoint_path(checkpoint))
 
 
+@pytest.mark.long
 def test_the_base_is_left_out_and_training_goes_on_in_the_same_bits(fit: Fit) -> None:
     whole, _, everything = fit(9, trainable_only=False)
     _, first, small = fit(4)
@@ -181,6 +182,7 @@ def test_wrong_arguments_are_refused(
         fit(2, **hparams)
 
 
+@pytest.mark.long
 def test_an_export_says_that_it_belongs_to_a_base(fit: Fit) -> None:
     _, _, checkpoint = fit(4)
     output = checkpoint.with_suffix(".safetensors")

@@ -299,6 +299,7 @@ def test_empty_windows_are_refused(make: Make, window: dict[str, int], message: 
         trainer.configure_profiler(enabled=True, **window)
 
 
+@pytest.mark.long
 def test_traces_follow_the_batches_of_the_training_also_after_a_resume() -> None:
     """Batches 3 and 4 are recorded; the first process leaves between them."""
     options: dict[str, Any] = {"hparams": {"global_batch_size": 4}, "seed": 1}

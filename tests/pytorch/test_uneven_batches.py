@@ -136,6 +136,7 @@ def done(
     return num, json.loads((directory / "said.json").read_text()), run.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["step", "cycle", "by hand", "average"])
 def test_schedulers_and_averages_that_a_batch_updates_are_the_same_as_in_a_plain_loop(
     done: tuple[int, dict[str, list[Any]], str], kind: str

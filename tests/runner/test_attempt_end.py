@@ -93,6 +93,7 @@ def run(directory: AttemptDirectory, *options: str) -> str:
     return done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("outcome", "error", "expected"),
     [
@@ -148,6 +149,7 @@ def test_a_damaged_file_does_not_keep_an_end_back(
     assert sleeping.exit() == ("runner_lost", None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("content", [b"", b"{}", None])
 def test_an_attempt_whose_specification_cannot_be_read_is_followed_by_another_one(
     sleeping: Sleeping, make_attempt: MakeAttempt, tmp_path: Path, content: bytes | None
@@ -173,6 +175,7 @@ def test_a_directory_without_a_number_is_left_alone(
     assert "number is not known" in run(other)
 
 
+@pytest.mark.long
 def test_reports_that_cannot_be_read_do_not_keep_the_end_back(
     sleeping: Sleeping, left: AttemptDirectory
 ) -> None:
@@ -228,6 +231,7 @@ def test_a_full_disk_does_not_keep_a_lost_runners_end_back(
     assert sleeping.exit() == ("exited", 0)
 
 
+@pytest.mark.long
 def test_what_ends_well_while_it_is_being_killed_has_ended_well(
     shared_master: Any, wait_until: Callable[..., None]
 ) -> None:
@@ -261,6 +265,7 @@ with det.core.init() as context:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("with_runner", [True, False])
 def test_a_system_that_signals_all_processes_of_a_job_costs_no_restart_and_no_checkpoint(
     shared_master: Any, wait_until: Callable[..., None], tmp_path: Path, with_runner: bool
@@ -305,6 +310,7 @@ with det.core.init(distributed=distributed) as context:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "which",
     ["all", *(pytest.param(f"rank {rank}", marks=pytest.mark.slow) for rank in (0, 2))],

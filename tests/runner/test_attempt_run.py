@@ -133,6 +133,7 @@ def test_threads_are_the_cores_by_share_of_slots(shared_master: Any, num_slots: 
     assert variables["OMP_NUM_THREADS"] == str(max(1, num_cores * num_slots // 8))
 
 
+@pytest.mark.long
 def test_an_attempt_sees_the_device_of_its_slot_alone(master: Any) -> None:
     """A MIG device by its UUID, and ROCm, which would read its own variable first, sees no more."""
     master.start(CUDA_VISIBLE_DEVICES="MIG-a,MIG-b", HIP_VISIBLE_DEVICES="3,5")
@@ -319,6 +320,7 @@ def report_better(master: Any, attempt_id: int) -> None:
     master.post(f"/attempts/{attempt_id}/records", batches=[batch])
 
 
+@pytest.mark.long
 def test_an_attempt_that_ends_while_the_master_is_away_is_shipped_by_the_next_one(
     master: Any, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
@@ -352,6 +354,7 @@ with det.core.init() as context:
     wait_until(lambda: not directory.path.exists())
 
 
+@pytest.mark.long
 def test_a_runner_that_outlives_its_master_is_found_again(
     master: Any, wait_until: Callable[..., None]
 ) -> None:

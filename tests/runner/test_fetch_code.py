@@ -106,6 +106,7 @@ def test_code_of_every_size_arrives(size: int, stored: Any, make_link: Any, tmp_
     assert (tmp_path / "code").read_bytes() == data
 
 
+@pytest.mark.long
 def test_what_arrived_before_a_connection_broke_stays(
     stored: Any, make_link: Any, tmp_path: Path
 ) -> None:

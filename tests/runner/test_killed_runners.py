@@ -31,6 +31,7 @@ ALONE = "python3 train.py"
 THREE_RANKS = "python3 -m paceline.launch.torch_distributed --nproc-per-node 3 train.py"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("entrypoint", "rank"), [(ALONE, 0), (THREE_RANKS, 0), (THREE_RANKS, 2)])
 def test_a_runner_that_is_killed_twice_is_no_error_of_the_user(
     shared_master: Any,

@@ -74,6 +74,7 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_hung_and_killed_runners_are_noticed_and_nothing_of_their_attempts_lives_on(
     impatient_master: Any, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
@@ -103,6 +104,7 @@ def test_hung_and_killed_runners_are_noticed_and_nothing_of_their_attempts_lives
     assert healthy.are_gone()
 
 
+@pytest.mark.long
 def test_a_runner_that_has_lost_its_attempt_ends_its_processes_and_reports_nothing(
     impatient_master: Any, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
@@ -174,6 +176,7 @@ def test_what_a_whole_killed_tree_has_left_is_ended_by_the_next_master(
     other.wait()
 
 
+@pytest.mark.long
 def test_the_master_answers_a_runner_in_time_for_its_next_sign_of_life(
     impatient_master: Any, tmp_path: Path
 ) -> None:
@@ -188,6 +191,7 @@ def test_the_master_answers_a_runner_in_time_for_its_next_sign_of_life(
     master.wait_for_end(trial.id)
 
 
+@pytest.mark.long
 def test_runners_outlive_the_process_that_forks_them_and_others_can_start(
     impatient_master: Any, tmp_path: Path
 ) -> None:

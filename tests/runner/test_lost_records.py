@@ -31,6 +31,7 @@ while not os.path.exists({go!r} + ".again"):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "line", "steps"),
     [

@@ -42,6 +42,7 @@ def test_the_digest_is_that_of_the_exact_product() -> None:
     assert hashlib.sha256(exact.tobytes()).hexdigest() == machine_checks._PRODUCT
 
 
+@pytest.mark.long
 def test_a_healthy_machine_has_no_problem(tmp_path: Path) -> None:
     """No problem, and no file is left."""
     assert MachineWatch(tmp_path, 60.0).find_problem() == ""
@@ -92,6 +93,7 @@ def test_a_disk_without_room_and_a_gpu_that_cannot_be_used_are_problems(
     assert f"Directory: {small_disk}: 0.0 GiB free" in problem, f"{problem=}"
 
 
+@pytest.mark.long
 def test_each_part_stands_back_behind_trials(tmp_path: Path) -> None:
     """The processes of a check are niced."""
     program = "import json, os\nprint(json.dumps({'nice': os.nice(0)}))\n"

@@ -40,6 +40,7 @@ def count(master: Any, experiment_id: int) -> int:
     return int(summary["training"]["x"]["count"]) if summary else 0
 
 
+@pytest.mark.long
 def test_a_damaged_line_of_the_log_holds_nothing_up(
     master: Any, halfway: int, tmp_path: Path
 ) -> None:
@@ -60,6 +61,7 @@ def test_a_damaged_line_of_the_log_holds_nothing_up(
         assert page["num_damaged"] == 1, span
 
 
+@pytest.mark.long
 def test_output_that_the_master_cannot_store_holds_nothing_up_and_is_kept(
     master: Any, halfway: int, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
@@ -79,6 +81,7 @@ def test_output_that_the_master_cannot_store_holds_nothing_up_and_is_kept(
     assert [f'"line {step}"' in kept.read_text() for step in (1, 40)] == [True, True]
 
 
+@pytest.mark.long
 def test_output_whose_storing_never_ends_holds_no_metrics_up(
     master: Any, halfway: int, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:

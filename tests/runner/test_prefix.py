@@ -67,6 +67,7 @@ def test_what_ends_by_a_signal_is_told_as_such(
     assert trial["attempts"][0]["exit"]["code"] == 128 + signal.SIGKILL
 
 
+@pytest.mark.long
 def test_a_signal_lets_the_script_save_and_nothing_is_left(
     shared_master: Any, environment: dict[str, Any], wait_until: Callable[..., None]
 ) -> None:

@@ -28,6 +28,7 @@ def looks(master: Any, script: str = LOOK, **changed: Any) -> list[str]:
     return list(master.output(trial))
 
 
+@pytest.mark.long
 def test_trials_are_forks_with_torch_once_one_has_loaded_torch(
     master: Any, wait_until: Callable[..., None]
 ) -> None:
@@ -99,6 +100,7 @@ def start_of(master: Any, **changed: Any) -> str:
     return str(attempt["environment"]["start"])
 
 
+@pytest.mark.long
 def test_a_trial_says_how_it_was_started_and_why(master: Any) -> None:
     master.start()
     assert start_of(master) == "warm"

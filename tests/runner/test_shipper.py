@@ -134,6 +134,7 @@ def test_what_is_there_is_shipped_in_order_and_once(shipment: Shipment, report: 
     assert mine == [f"line {number}" for number in range(1500)]
 
 
+@pytest.mark.long
 def test_a_master_that_dies_between_any_two_requests_loses_and_doubles_nothing(
     shipment: Shipment, report: Report
 ) -> None:
@@ -166,6 +167,7 @@ def test_a_master_that_dies_between_any_two_requests_loses_and_doubles_nothing(
     assert len(ports) > 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_records_that_an_older_database_lacks_are_sent_again(
     shipment: Shipment, report: Report, tmp_path: Path, rank: int
@@ -197,6 +199,7 @@ def start_with(master: Any, database: Path) -> None:
     master.start()
 
 
+@pytest.mark.long
 def test_a_journal_that_is_silent_is_sent_again_when_the_master_is_back(
     shipment: Shipment, report: Report, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
@@ -222,6 +225,7 @@ def test_a_journal_that_is_silent_is_sent_again_when_the_master_is_back(
     assert master.read("/trials/1")["num_records_lost"] == 0
 
 
+@pytest.mark.long
 def test_a_shipping_thread_outlives_masters_while_training_goes_on(
     shipment: Shipment, report: Report, wait_until: Callable[..., None]
 ) -> None:
@@ -278,6 +282,7 @@ class Strange(msgspec.Struct, tag="strange", tag_field="type"):
     time: float
 
 
+@pytest.mark.long
 def test_records_that_the_master_cannot_take_are_set_aside_and_told_once(
     shipment: Shipment, report: Report, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -390,6 +395,7 @@ def change_database(master: Any, statement: str) -> None:
         database.commit()
 
 
+@pytest.mark.long
 def test_a_master_that_fails_with_everything_has_nothing_set_aside(
     shipment: Shipment, report: Report
 ) -> None:
@@ -419,6 +425,7 @@ def test_an_unknown_attempt_is_no_reason_to_leave_records_out(
     assert shipper.set_aside is None
 
 
+@pytest.mark.long
 def test_a_journal_that_cannot_be_read_leaves_the_others_and_the_output_alone(
     shipment: Shipment, report: Report
 ) -> None:
@@ -433,6 +440,7 @@ def test_a_journal_that_cannot_be_read_leaves_the_others_and_the_output_alone(
     assert "has 999" in (shipment.shipper.unreadable or "")
 
 
+@pytest.mark.long
 def test_shipping_outlives_trouble_with_the_files(
     shipment: Shipment, report: Report, wait_until: Callable[..., None]
 ) -> None:
@@ -470,6 +478,7 @@ def test_pauses_grow_to_the_longest_and_begin_anew_after_a_success() -> None:
     assert backoff.next_s() == 0.1
 
 
+@pytest.mark.long
 def test_media_are_shipped_before_their_records_and_lost_files_are_counted(
     shipment: Shipment, report: Report
 ) -> None:

@@ -68,6 +68,7 @@ def cramped(tmp_path: Path, master_class: Any, few_inodes: FewInodes) -> Iterato
     made.close()
 
 
+@pytest.mark.long
 @pytest.mark.root
 @pytest.mark.parametrize(
     "num_left",
@@ -112,6 +113,7 @@ pathlib.Path(PRINTED).touch()
 """
 
 
+@pytest.mark.long
 @pytest.mark.root
 @pytest.mark.parametrize("has_space_again", [True, False])
 def test_output_on_a_full_disk_arrives_or_is_told_to_be_lost(
@@ -146,6 +148,7 @@ with det.core.init() as context:
 LAUNCHER = "python3 -m paceline.launch.torch_distributed --nproc-per-node 1 python3 train.py"
 
 
+@pytest.mark.long
 @pytest.mark.root
 @pytest.mark.parametrize("entrypoint", ["python3 train.py", LAUNCHER])
 def test_a_disk_that_is_full_while_a_trial_trains_may_pass(
@@ -163,6 +166,7 @@ def test_a_disk_that_is_full_while_a_trial_trains_may_pass(
     assert "max_restarts is 0" in trial["error"]
 
 
+@pytest.mark.long
 @pytest.mark.root
 @pytest.mark.parametrize("num_left", [0, 1, 2])
 def test_a_runner_that_lacks_inodes_says_so_or_leaves_the_attempt_to_be_tried_again(

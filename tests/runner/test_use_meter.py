@@ -62,6 +62,7 @@ def quiet(meter: UseMeter) -> float:
     return unused_s
 
 
+@pytest.mark.long
 def test_processor_time_and_input_are_use_and_sleep_and_stops_are_not(
     worker: "subprocess.Popen[str]",
 ) -> None:

@@ -82,6 +82,7 @@ def archive(path: Path, *names: str) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.long
 @needs_uv
 def test_a_trial_runs_in_the_environment_of_its_lock_file(
     master: Any, project: Path, monkeypatch: pytest.MonkeyPatch

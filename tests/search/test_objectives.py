@@ -104,6 +104,7 @@ def test_a_trial_stands_for_its_newest_report_that_counts(
     assert newer_point(point, losses) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("objectives", [TWO, THREE], ids=["two", "three"])
 @pytest.mark.parametrize("searcher", METHODS, ids=lambda one: "-".join(map(str, one.values())))
 def test_a_method_keeps_its_rules_with_objectives(searcher: Any, objectives: Any) -> None:
@@ -174,6 +175,7 @@ def test_one_objective_is_stored_as_before() -> None:
 
 
 # A GP thinks for seconds from its eleventh trial on.
+@pytest.mark.long
 @pytest.mark.parametrize(("of", "num_trials"), [("tpe", 60), ("nsgaii", 60), ("gp", 14)])
 def test_samplers_of_optuna_learn_all_objectives(of: str, num_trials: int) -> None:
     """Failed, broken and invalid trials disturb none; those of TPE come near the front."""

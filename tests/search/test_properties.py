@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,6 +78,7 @@ def driven(data: st.DataObject, search: Search) -> SearchMethodDrive:
     return SearchMethodDrive(search, lambda values: data.draw(st.sampled_from(values)))
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), config=CONFIGS, seed=st.integers(0, 2**31 - 1))
 def test_every_search_ends_within_its_budget(
@@ -94,6 +96,7 @@ def test_every_search_ends_within_its_budget(
     assert num_created == budget + replaced
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), config=CONFIGS, seed=st.integers(0, 2**31 - 1))
 def test_restored_search_goes_on_as_the_straight_one(
@@ -113,6 +116,7 @@ def test_restored_search_goes_on_as_the_straight_one(
     assert repr(restored.rungs()) == repr(drive.search.rungs())
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), config=CONFIGS, seed=st.integers(0, 2**31 - 1))
 def test_replayed_inputs_give_the_live_decisions(

@@ -253,6 +253,7 @@ def test_the_config_is_tried_locally(guide: Path, run: Callable[..., Any]) -> No
     assert list(validations(only_run(guide))) == [1]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_config_is_submitted_to_a_master(run: Callable[..., Any]) -> None:
     run("paceline.cli", "up", "--detach", "--port", "0", "--slots", "2")

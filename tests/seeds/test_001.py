@@ -120,6 +120,7 @@ def general(config: dict[str, Any]) -> Any:
     return model, results
 
 
+@pytest.mark.long
 def test_general_model_training() -> None:
     trainer = sgd.Trainer(num_workers=2, cpus_per_worker=1, backend_args=sgd.TorchConfig())
     table = str(trainer)
@@ -514,6 +515,7 @@ def test_r8_training_is_reproducible(trainer: sgd.Trainer) -> None:
     assert weights(other[0]) != weights(first[0])
 
 
+@pytest.mark.long
 def test_r9_training_is_sped_up_by_one_call(trainer: sgd.Trainer) -> None:
     """The review's plug-and-play call, also for large models."""
     model, losses = trainer.run(accelerated, {"epochs": 3})[0]

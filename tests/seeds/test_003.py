@@ -77,6 +77,7 @@ def test_arguments_have_the_names_and_the_order_of_the_original() -> None:
 # ---- Setting up training, Training APIs, Shutting down, Exporting a model ------------------------
 
 
+@pytest.mark.long
 def test_setting_up_training() -> None:
     trainer = PyTorchTrainer(
         model_creator,

@@ -290,12 +290,14 @@ def number_of(told: str) -> int:
     return int(found.group(1))
 
 
+@pytest.mark.long
 def test_step_1_runs_the_script_as_it_is(paceline: Paceline) -> None:
     told = paceline("e", "create", "const.yaml", ".", "-f")
     assert f"Train Epoch: 2 Loss: {(8 * 0.9**3) ** 2:.6f}" in told
     assert described(paceline, number_of(told))["state"] == "COMPLETED"
 
 
+@pytest.mark.long
 def test_step_2_reports_metrics(paceline: Paceline) -> None:
     experiment = number_of(paceline("e", "create", "metrics.yaml", "."))
     paceline("e", "wait", experiment)
@@ -314,6 +316,7 @@ FINAL = {
 }
 
 
+@pytest.mark.long
 def test_step_3_pauses_goes_on_and_continues(paceline: Paceline) -> None:
     experiment = number_of(paceline("e", "create", "checkpoints.yaml", "."))
     while not json.loads(paceline("e", "lc", experiment, "--json")):
@@ -335,6 +338,7 @@ def test_step_3_pauses_goes_on_and_continues(paceline: Paceline) -> None:
     assert f"begins at epoch 0 with {8 * 0.9**12:.4f}" in told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "max_trials", [12, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
@@ -356,6 +360,7 @@ def test_step_4_searches_to_the_end(paceline: Paceline, max_trials: int) -> None
     assert max(longest) >= rates[-1 - max_trials // 4]
 
 
+@pytest.mark.long
 def test_step_5_trains_in_two_processes(paceline: Paceline) -> None:
     told = paceline("e", "create", "distributed.yaml", ".", "-f")
     for rank in (0, 1):

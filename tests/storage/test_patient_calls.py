@@ -33,6 +33,7 @@ def away(
         timer.cancel()
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_stored_and_read_after_an_outage_shorter_than_promised(
     s3: str, away: Callable[[float], None]
 ) -> None:

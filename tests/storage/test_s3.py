@@ -151,6 +151,7 @@ def test_what_a_server_says_is_told_once(s3: str, faulty: Any, said: str) -> Non
         storage_from(s3).list()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "fault", "reason"),
     [(7, *error) for error in ERRORS]
@@ -198,6 +199,7 @@ def test_a_store_that_is_away_at_the_beginning_is_an_error_of_writing(s3: str, f
         part.__enter__()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stuck", [0, 2])
 @FROM
 def test_a_stuck_upload_of_one_rank_is_its_error_alone(
@@ -239,6 +241,7 @@ def test_a_stuck_upload_of_one_rank_is_its_error_alone(
     assert storage.list() == ["before"]
 
 
+@pytest.mark.long
 @FROM
 def test_a_file_and_a_checkpoint_have_a_time_limit_too(
     s3: str, faulty: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_from_memory: bool
@@ -466,6 +469,7 @@ def test_a_bucket_that_vanishes_is_told_at_every_use(
             use()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("short_limits")
 @pytest.mark.parametrize(("fault", "reason"), ERRORS[:3])
 def test_what_cannot_be_read_is_no_missing_checkpoint(
@@ -542,6 +546,7 @@ class Buffered(pytorch.PyTorchTrial):
         return {"switch": self.callback}
 
 
+@pytest.mark.long
 def test_an_upload_that_is_stuck_is_told_of_while_training_goes_on(
     s3: str,
     faulty: Any,
@@ -685,6 +690,7 @@ for number in range(1000):
 """
 
 
+@pytest.mark.long
 def test_a_writer_that_is_killed_leaves_no_checkpoint_that_is_not_whole(s3: str) -> None:
     storage = storage_from(s3)
     for delay_s in (0.02, 0.1, 0.25):
@@ -738,6 +744,7 @@ with core.init(name="killed", resume="auto", checkpoint_storage=sys.argv[1]) as 
 """
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_removes_what_it_had_begun_to_store(s3: str, run_python: Any) -> None:
     storage = storage_from(s3)
     assert isinstance(storage, ObjectStorage)
@@ -760,6 +767,7 @@ with core.init(distributed=distributed, checkpoint_storage=sys.argv[1]) as conte
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 2])
 def test_what_killed_processes_had_sent_is_removed_although_it_lands_later(
     rank: int,

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 CODE = """
 import os
 import time
@@ -31,6 +33,7 @@ with paceline.core.init() as context:
 """
 
 
+@pytest.mark.long
 def test_a_filler_leaves_for_the_large_trial_and_resumes_its_steps(
     make_master: Callable[..., Any],
     write_context: Callable[..., Path],

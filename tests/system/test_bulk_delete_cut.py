@@ -74,6 +74,7 @@ def finish(master: Any) -> None:
     assert list((master.home / "checkpoints").glob("*/state")) == []
 
 
+@pytest.mark.long
 def test_a_master_that_is_killed_between_rows_and_files_removes_these_at_its_next_start(
     ended: Any, wait_until: Callable[..., None]
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_master_that_is_killed_between_rows_and_files_removes_these_at_its_nex
     finish(ended)
 
 
+@pytest.mark.long
 def test_a_client_that_is_killed_leaves_whole_experiments(ended: Any) -> None:
     command = begin(ended)
     while len(stored(ended)) == NUM and command.poll() is None:

@@ -188,6 +188,7 @@ LATER = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_method_that_fails_fails_its_experiment_and_loses_no_metric(
     make_master: Callable[..., Any],
@@ -236,6 +237,7 @@ def test_a_method_that_fails_fails_its_experiment_and_loses_no_metric(
     assert 1 <= master.log().count('raise KeyError(f"no key in {part}")') <= 3
 
 
+@pytest.mark.long
 def test_a_preview_notices_what_fails(paceline: Callable[..., Any], tmp_path: Path) -> None:
     for fault in ("search_config", "kind", "make_method", "abstract", "num_planned"):
         done = paceline("preview-search", config=config_of(fault, tmp_path))
@@ -252,6 +254,7 @@ def test_a_preview_notices_what_fails(paceline: Callable[..., Any], tmp_path: Pa
     assert "`searcher.name` is not known" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "way", ["uninstalled", pytest.param("takes other fields", marks=pytest.mark.slow)]

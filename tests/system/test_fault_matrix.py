@@ -92,6 +92,7 @@ def client(tmp_path_factory: pytest.TempPathFactory, master_class: Any) -> Itera
     master.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "rank", "door"), _CELLS)
 def test_a_fault_of_one_rank(
     request: pytest.FixtureRequest,

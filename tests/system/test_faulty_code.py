@@ -71,6 +71,7 @@ HALVING = {
 SPACE = {"lr": {"type": "double", "minval": 0, "maxval": 1}}
 
 
+@pytest.mark.long
 def test_failing_script_is_restarted_and_then_fails_with_its_traceback_in_the_logs(
     create: Callable[..., Experiment],
 ) -> None:

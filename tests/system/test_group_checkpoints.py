@@ -192,6 +192,7 @@ def test_a_trial_goes_on_on_other_nodes_when_its_own_are_gone(cluster: Cluster) 
     assert last == {"third", "fourth"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
@@ -219,6 +220,7 @@ def test_a_node_that_dies_while_it_sends_leaves_no_half_checkpoint(
     assert len(cluster.attempts(experiment)) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault",
     [
@@ -240,6 +242,7 @@ def test_a_master_that_was_killed_while_parts_arrive_goes_on_with_them(
     assert len(cluster.attempts(experiment)) == 1
 
 
+@pytest.mark.long
 def test_another_file_of_the_same_name_on_another_node_is_refused_by_name(cluster: Cluster) -> None:
     cluster.master.start()
     cluster.add("first", "second")

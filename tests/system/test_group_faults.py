@@ -176,6 +176,7 @@ def rank_of(victim: str) -> int:
     return 0 if victim == "chief" else 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("victim", "waits"),
     [
@@ -292,6 +293,7 @@ def test_a_trial_whose_machines_do_not_reach_each_other_starts_once_they_do(
     assert trial.data.restarts == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "victims",
     [
@@ -334,6 +336,7 @@ def test_a_trial_goes_on_after_kill_9_of_any_process_of_any_of_its_machines(
 
 
 # A lease that ends while the master is away would be another fault.
+@pytest.mark.long
 @pytest.mark.parametrize("lease_s", [60])
 @pytest.mark.parametrize(
     "waits",
@@ -454,6 +457,7 @@ def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(
     lab.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_machine_whose_disk_stays_full_is_named(
     rank: int, machines: Machines, fill_disk: Callable[..., None],

@@ -167,6 +167,7 @@ def test_a_trial_on_two_nodes_that_lost_one_goes_on_elsewhere_and_ends_in_the_sa
     assert cluster.losses(killed) == cluster.losses(straight)
 
 
+@pytest.mark.long
 def test_uneven_nodes_need_the_config_and_the_first_cause_is_named_by_node_and_rank(
     cluster: Cluster,
 ) -> None:
@@ -188,6 +189,7 @@ def test_uneven_nodes_need_the_config_and_the_first_cause_is_named_by_node_and_r
     assert all(not node.training() for node in cluster.nodes.values())
 
 
+@pytest.mark.long
 def test_a_trial_leaves_a_node_whose_runner_is_stopped_and_goes_on_elsewhere(
     cluster: Cluster,
 ) -> None:
@@ -208,6 +210,7 @@ def test_a_trial_leaves_a_node_whose_runner_is_stopped_and_goes_on_elsewhere(
 
 
 # It is short, as others may be placed on the silent node until it counts as lost.
+@pytest.mark.long
 @pytest.mark.parametrize("lease_s", [20])
 def test_a_trial_whose_nodes_do_not_all_begin_gives_its_slots_back(cluster: Cluster) -> None:
     cluster.add("first", 1)
@@ -225,6 +228,7 @@ def test_a_trial_whose_nodes_do_not_all_begin_gives_its_slots_back(cluster: Clus
     assert cluster.trial(large).data.restarts == 0
 
 
+@pytest.mark.long
 def test_a_kill_reaches_all_nodes(cluster: Cluster) -> None:
     cluster.add("first", 1)
     cluster.add("second", 1)

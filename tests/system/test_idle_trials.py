@@ -76,6 +76,7 @@ def state(experiment: Any) -> str:
     return experiment.reload().state.value
 
 
+@pytest.mark.long
 def test_a_trial_without_use_is_told_of_and_paused_and_continues_from_its_checkpoint(
     submit: Callable[..., Any], wait_until: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_trial_without_use_is_told_of_and_paused_and_continues_from_its_checkp
     assert [one.resumed_from is not None for one in trial.reload().data.attempts] == [False, True]
 
 
+@pytest.mark.long
 def test_a_stopped_trial_is_paused_too(
     master: MasterProcess, submit: Callable[..., Any], wait_until: Callable[..., None],
     tmp_path: Path,
@@ -111,6 +113,7 @@ def test_a_stopped_trial_is_paused_too(
     wait_until(lambda: not any(one.is_used for one in master.client().slots()))
 
 
+@pytest.mark.long
 def test_a_pool_pauses_silent_trials_whose_configs_have_no_limit(
     master: MasterProcess, submit: Callable[..., Any], wait_until: Callable[..., None],
     tmp_path: Path,

@@ -162,6 +162,7 @@ def typed(text: str) -> bytes:
     return HEAD.pack(DATA, len(text)) + text.encode()
 
 
+@pytest.mark.long
 def test_notebook_runs_a_cell_and_its_end_frees_the_slot(
     master: MasterProcess, tmp_path: Path
 ) -> None:
@@ -200,6 +201,7 @@ def test_notebook_runs_a_cell_and_its_end_frees_the_slot(
     assert not any(slot.is_used for slot in master.client().slots())
 
 
+@pytest.mark.long
 def test_shell_in_a_terminal(master: MasterProcess, tmp_path: Path) -> None:
     """Keys, the window's size, Ctrl-C and the exit code pass; output is the shell's."""
     command = [sys.executable, "-m", "paceline.cli", "shell", str(tmp_path)]
@@ -248,6 +250,7 @@ def test_shell_in_a_terminal(master: MasterProcess, tmp_path: Path) -> None:
     assert experiment.data.state.value == "COMPLETED"
 
 
+@pytest.mark.long
 def test_shell_is_found_again_after_the_master_was_killed(
     master: MasterProcess, start: Callable[..., Any]
 ) -> None:
@@ -275,6 +278,7 @@ def test_shell_is_found_again_after_the_master_was_killed(
     assert len(trial_of(experiment).data.attempts) == 1
 
 
+@pytest.mark.long
 def test_terminal_that_does_not_read_holds_up_nothing_else(
     master: MasterProcess, start: Callable[..., Any]
 ) -> None:
@@ -300,6 +304,7 @@ def test_terminal_that_does_not_read_holds_up_nothing_else(
     experiment.wait(60)
 
 
+@pytest.mark.long
 def test_tensorboard_shows_what_a_trial_wrote(
     master: MasterProcess, start: Callable[..., Any]
 ) -> None:
@@ -323,6 +328,7 @@ def test_tensorboard_shows_what_a_trial_wrote(
     experiment.wait(60)
 
 
+@pytest.mark.long
 def test_idle_task_ends_and_one_at_work_does_not(
     master: MasterProcess, start: Callable[..., Any]
 ) -> None:
@@ -348,6 +354,7 @@ def test_idle_task_ends_and_one_at_work_does_not(
     assert not any(slot.is_used for slot in client.slots())
 
 
+@pytest.mark.long
 def test_shell_with_a_program_in_front_is_not_idle(
     master: MasterProcess, start: Callable[..., Any]
 ) -> None:
@@ -363,6 +370,7 @@ def test_shell_with_a_program_in_front_is_not_idle(
     assert trial_of(experiment).data.stop_reason == "idle for 3s"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("victim", "error"), [("task", "killed by signal 9"), ("runner", "The task was lost")]
 )
@@ -391,6 +399,7 @@ def test_killed_task_ends_and_is_not_started_again(
     assert refused.value.code == "not_running"
 
 
+@pytest.mark.long
 def test_paused_task_gives_its_slots_back_and_starts_anew(
     master: MasterProcess, start: Callable[..., Any]
 ) -> None:
@@ -409,6 +418,7 @@ def test_paused_task_gives_its_slots_back_and_starts_anew(
     assert experiment.data.state.value == "CANCELED"
 
 
+@pytest.mark.long
 def test_only_its_owner_opens_a_task(master: MasterProcess, start: Callable[..., Any]) -> None:
     admin = master.client()
     experiment = start("shell")
@@ -474,6 +484,7 @@ def test_wrong_pieces_are_refused(
     assert (refused.value.status, refused.value.code) == (409, "not_interactive")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_slots", [0])
 def test_task_on_a_node_is_opened_and_lost_with_it(
     master: MasterProcess, start: Callable[..., Any], make_node: Callable[..., Any]
@@ -498,6 +509,7 @@ def test_task_on_a_node_is_opened_and_lost_with_it(
     assert len(trial_of(experiment).data.attempts) == 1
 
 
+@pytest.mark.long
 def test_quota_holds_for_tasks(master: MasterProcess, start: Callable[..., Any]) -> None:
     client = master.client()
     client.set_quota(user="admin", max_slots=1)

@@ -336,6 +336,7 @@ def node_of_another_user(open_place: Path, make_master: Callable[..., Any]) -> I
     node.close()
 
 
+@pytest.mark.long
 def test_jobs_of_another_user_cannot_read_the_home_of_the_master(
     node_of_another_user: Any, run_jobs: Callable[..., list[Any]]
 ) -> None:
@@ -367,6 +368,7 @@ def files_in(root: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("free_hard_links")
 def test_a_job_of_another_user_reaches_nothing_by_a_storage_that_it_shares_with_the_master(
     node_of_another_user: Any,

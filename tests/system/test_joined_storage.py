@@ -56,6 +56,7 @@ if __name__ == "__main__":
 PLACE = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "apart"),
     [

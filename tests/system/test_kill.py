@@ -179,6 +179,7 @@ def check_killed(experiment: Experiment, directory: Path) -> Any:
 
 
 # The first rank of three is killed as one that is alone.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("entrypoint", "num_ranks"),
     [pytest.param(ALONE, 1, marks=pytest.mark.slow), (THREE_RANKS, 3)],

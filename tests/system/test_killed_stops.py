@@ -50,6 +50,7 @@ SEARCHER = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("moment", "victims"), CELLS)
 def test_a_stopped_trial_ends_although_its_processes_are_killed(
     moment: str,

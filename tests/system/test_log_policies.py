@@ -44,6 +44,7 @@ def submit(master: MasterProcess, write_context: Callable[..., Path]) -> Callabl
     return create
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_failure_after_such_a_line_of_any_rank_is_not_retried(
     submit: Callable[..., Any], num_ranks: int
@@ -74,6 +75,7 @@ def test_another_line_is_only_told_of_and_restarts_go_on(submit: Callable[..., A
     assert [one.title for one in data.alerts] == titles
 
 
+@pytest.mark.long
 def test_a_node_is_excluded_for_the_trial_and_another_one_takes_it(
     master: MasterProcess, submit: Callable[..., Any], make_node: Callable[..., Any],
     wait_until: Callable[..., None],

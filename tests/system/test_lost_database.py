@@ -232,6 +232,7 @@ def below(root: Path) -> dict[str, bytes]:
     return {name: data for name, data in names if name.split("/")[0] in FOUND and "/" in name}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", [overwrite, damage_pages])
 def test_a_damaged_database_is_refused_and_named(
     copy: Path, damage: Callable[[Path], None]
@@ -268,6 +269,7 @@ def test_what_the_database_does_not_know_is_set_aside_when_told_so(
     Home(copy).prepare()
 
 
+@pytest.mark.long
 def test_a_master_starts_afresh_beside_what_it_set_aside(copy: Path, master_class: Any) -> None:
     damage_pages(copy / "master.sqlite")
     before = below(copy)
@@ -290,6 +292,7 @@ def test_a_master_starts_afresh_beside_what_it_set_aside(copy: Path, master_clas
     assert f"Moved what the database does not know to {aside}" in (copy / "master.log").read_text()
 
 
+@pytest.mark.long
 def test_a_running_attempt_is_not_set_aside(
     make_master: Callable[..., Any], write_context: Callable[..., Path], wait_until: Any
 ) -> None:
@@ -306,6 +309,7 @@ def test_a_running_attempt_is_not_set_aside(
     assert not (master.home / "set_aside").exists()
 
 
+@pytest.mark.long
 def test_a_master_whose_database_is_deleted_says_so_and_loses_nothing(
     make_master: Callable[..., Any],
     write_context: Callable[..., Path],

@@ -191,6 +191,7 @@ def kill_at_random(seed: int) -> Callable[[Any], None]:
     return disturb
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(RANDOM_ROUNDS))
 def test_search_with_one_slot_ends_as_undisturbed_after_kills_at_random_moments(
     seed: int,
@@ -342,6 +343,7 @@ def test_experiment_whose_creation_was_cut_short_does_not_exist(
     assert master.client().list_experiments() == []
 
 
+@pytest.mark.long
 def test_a_bulk_deletion_that_is_cut_leaves_experiments_whole_and_ends_later(
     make_master: Callable[..., Any],
     write_context: Callable[..., Path],

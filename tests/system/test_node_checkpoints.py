@@ -123,6 +123,7 @@ def peak_bytes(pid: int) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lease_s", [10])
 def test_a_trial_goes_on_on_another_node_when_its_own_is_gone(
     master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
@@ -164,6 +165,7 @@ def test_a_trial_goes_on_on_another_node_when_its_own_is_gone(
     assert (target / "deep" / "state").exists()
 
 
+@pytest.mark.long
 def test_a_runner_that_was_killed_while_it_sends_leaves_the_rest_to_the_next_one(
     master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
     wait_until: Callable[..., None],
@@ -192,6 +194,7 @@ def test_a_runner_that_was_killed_while_it_sends_leaves_the_rest_to_the_next_one
     assert not incoming.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lease_s", [10])
 def test_what_a_node_that_is_gone_did_not_send_to_the_end_is_removed(
     master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
@@ -210,6 +213,7 @@ def test_what_a_node_that_is_gone_did_not_send_to_the_end_is_removed(
     wait_until(lambda: not incoming.exists(), 30)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault",
     [

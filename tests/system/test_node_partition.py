@@ -166,6 +166,7 @@ def submit(setup: Setup, code: Path) -> Any:
     return setup.client.create_experiment(config, code)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("waits", ["training", pytest.param("checkpoint", marks=pytest.mark.slow)])
 def test_a_node_that_is_cut_off_loses_its_attempt_and_reports_nothing_for_it_later(
     waits: str,
@@ -216,6 +217,7 @@ def test_a_node_that_is_cut_off_loses_its_attempt_and_reports_nothing_for_it_lat
     assert "runs on far" in [line.text for line in again.trials()[0].iter_logs()]
 
 
+@pytest.mark.long
 def test_a_network_that_fails_for_less_than_a_lease_changes_nothing(
     make_setup: Callable[..., Setup],
     write_context: Callable[..., Path],
@@ -303,6 +305,7 @@ def check_sent(setup: Setup, experiment: Any, target: Path) -> None:
 
 
 # After a long cut, the node gives the request up and asks the master what it has.
+@pytest.mark.long
 @pytest.mark.parametrize("cut_s", [2, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.skipif(not can_mount(), reason="NOT TESTED: needs the right to mount")
 def test_a_checkpoint_that_is_cut_off_for_less_than_a_lease_goes_on_where_it_was(

@@ -117,6 +117,7 @@ def test_a_search_runs_on_two_nodes_and_leaves_nothing_there(
         assert node.token.read_text() not in " ".join(command) + node.log_path.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lease_s", [10])
 def test_a_runner_that_was_killed_finds_its_attempt_again(
     master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
@@ -201,6 +202,7 @@ def test_a_master_that_was_killed_finds_its_nodes_and_their_attempts_again(
     wait_until(lambda: [found.state for found in client.nodes()] == ["ready"])
 
 
+@pytest.mark.long
 def test_down_tells_how_many_trials_run_on_nodes_and_what_becomes_of_them(
     master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
     wait_until: Callable[..., None], command_server: Any, tmp_path: Path,
@@ -238,6 +240,7 @@ def test_down_tells_how_many_trials_run_on_nodes_and_what_becomes_of_them(
 
 
 # Far more than the test takes: no lease ends in it.
+@pytest.mark.long
 @pytest.mark.parametrize("lease_s", [3600])
 # `test_groups.py` stops a runner in every run.
 @pytest.mark.parametrize("how", ["drain", pytest.param("SIGTERM", marks=pytest.mark.slow)])
@@ -325,6 +328,7 @@ def with_breakable_torch(directory: Path) -> dict[str, str]:
     return {"PYTHONPATH": paths, "BROKEN": str(directory / "broken")}
 
 
+@pytest.mark.long
 def test_a_node_whose_check_fails_rests_with_its_reason_and_comes_back_by_itself(
     master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
     wait_until: Callable[..., None], tmp_path: Path,
@@ -353,6 +357,7 @@ def test_a_node_whose_check_fails_rests_with_its_reason_and_comes_back_by_itself
     assert "takes trials again" in log, f"{log=}"
 
 
+@pytest.mark.long
 def test_a_node_that_is_idle_because_of_its_check_does_not_leave(
     master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
     wait_until: Callable[..., None], tmp_path: Path,

@@ -71,6 +71,7 @@ def run_in(server: Any, home: Path, directory: Path, *arguments: object) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_search_method_is_added_by_installing_a_package(
     installed: Path,
     plugin_server: Any,
@@ -175,6 +176,7 @@ with det.core.init() as context:
 """
 
 
+@pytest.mark.long
 def test_a_storage_is_added_by_installing_a_package(
     installed: Path,
     plugin_server: Any,
@@ -274,6 +276,7 @@ def storage_in(installed: Path, url: str) -> Any:
     return module.SqliteStorage.from_url(url)
 
 
+@pytest.mark.long
 def test_an_executor_that_is_not_known_or_is_none_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +318,7 @@ def offer_executor(site: Path, name: str, kind: str, code: str) -> None:
     (site / f"{name}_executor.py").write_text(code)
 
 
+@pytest.mark.long
 def test_the_executor_of_the_guide_starts_and_finds_its_runners(
     tmp_path: Path,
     make_master: Callable[..., Any],
@@ -419,6 +423,7 @@ class ElsewhereExecutor(Executor):
 """
 
 
+@pytest.mark.long
 def test_a_runner_needs_no_more_of_its_master_than_it_is_handed(
     tmp_path: Path,
     make_master: Callable[..., Any],

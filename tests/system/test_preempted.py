@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paceline.client import Experiment
 
 MODEL = """
@@ -70,6 +72,7 @@ def curves(experiment: Experiment) -> dict[str, list[Any]]:
     }
 
 
+@pytest.mark.long
 def test_it_takes_the_slot_and_the_other_one_goes_on_bit_for_bit_after_a_restart_of_the_master(
     make_master: Callable[..., Any],
     write_context: Callable[..., Path],

@@ -23,6 +23,7 @@ MAX_RESTARTS = 3
 
 
 # With rank 2, others fail because of it: one more thing to see than with rank 0.
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("varies", [True, False])
 def test_restarts_go_on_while_the_failures_of_a_rank_differ(

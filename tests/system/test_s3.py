@@ -33,6 +33,7 @@ with det.core.init() as context:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "server", ["s3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("google", "azure"))]
 )
@@ -93,6 +94,7 @@ def test_an_experiment_keeps_its_checkpoints_in_a_bucket(
     assert storage.list() == []
 
 
+@pytest.mark.long
 def test_a_bucket_that_hangs_holds_up_nothing_else_and_is_swept_later(
     s3: str,
     s3_server: str,
@@ -189,6 +191,7 @@ with pytorch.init(hparams, seed=1, resume="auto", **options) as context:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "data_parallel"),
     [

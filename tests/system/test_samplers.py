@@ -67,6 +67,7 @@ def describe(master: Any, *command: str) -> str:
     return " ".join(found.output.split())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault",
     [
@@ -126,6 +127,7 @@ class Lab(Sampler):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
@@ -177,6 +179,7 @@ def test_a_sampler_that_is_not_installed_is_refused_at_once(
         master.client().create_experiment(config_of("nowhere_at_all.mine:Own"), context)
 
 
+@pytest.mark.long
 def test_a_program_answers_a_random_search_over_the_api_across_a_kill_of_the_master(
     make_master: Callable[..., Any], write_context: Callable[..., Path]
 ) -> None:
@@ -220,6 +223,7 @@ with det.core.init() as context:
 """
 
 
+@pytest.mark.long
 def test_a_search_of_two_objectives_keeps_its_decisions_and_shows_its_front(
     make_master: Callable[..., Any],
     write_context: Callable[..., Path],

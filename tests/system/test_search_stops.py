@@ -132,6 +132,7 @@ def counts(trial: Any) -> list[str]:
     return sorted(line.text for line in trial.iter_logs() if line.text.startswith("RANK"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "entrypoint", "searcher", "num_ranks"),
     [
@@ -165,6 +166,7 @@ def test_stopped_trials_have_trained_exactly_to_their_rung(
         assert max(steps) == trial.reload().steps_completed == length
 
 
+@pytest.mark.long
 def test_a_dead_master_is_waited_for_once_and_not_at_all_where_nothing_is_searched(
     make_master: Callable[..., Any], wait_until: Callable[..., None], tmp_path: Path
 ) -> None:

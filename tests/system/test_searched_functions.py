@@ -41,6 +41,7 @@ def client(tmp_path_factory: pytest.TempPathFactory, master_class: Any) -> Itera
     master.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("door", "metric", "num_workers"), DOORS)
 def test_a_masters_search_judges_what_a_train_function_evaluates(

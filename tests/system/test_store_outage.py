@@ -34,6 +34,7 @@ with core.init(distributed=distributed) as context:
 PART_S = "1"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "struck",
     [

@@ -74,9 +74,8 @@ with pytorch.init(data_parallel=os.environ.get("DATA_PARALLEL", "flat")) as cont
         checkpoint_period=pytorch.Batch(EVERY), reporting_period=pytorch.Batch(1),
         memory_checkpoints=float(os.environ.get("EVERY", "0.99")),
     )
-    weights = [
-        getattr(value, "full_tensor", lambda: value)().tolist() for value in trial.model.parameters()
-    ]
+    whole = [getattr(value, "full_tensor", lambda: value)() for value in trial.model.parameters()]
+    weights = [value.tolist() for value in whole]
     (NOTES / f"done-{trial.rank}").write_text(repr(weights))
 """.replace("Batch(EVERY)", f"Batch({EVERY})").replace("== AT", f"== {AT}")
 ENTRYPOINTS = {1: "python3 train.py", 3: "python3 -m paceline.launch.torch_distributed train.py"}
@@ -165,6 +164,7 @@ def steps_of(notes: Path) -> list[int]:
     return [int(text) for text in (notes / "steps-0").read_text().split()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "has_runner", "rank"),
     [(1, False, None), (1, True, None), (3, False, None), (3, False, 0), (3, False, 2)],
@@ -223,6 +223,7 @@ def test_the_next_attempt_goes_on_from_memory_in_the_same_bits(
     assert not [*(master.home / "attempts").glob("memory-*")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.timeout(300)
 def test_kills_at_random_moments_end_in_the_same_bits(
@@ -251,6 +252,7 @@ def test_kills_at_random_moments_end_in_the_same_bits(
     wait_until(lambda: not [*memory.iterdir()])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.timeout(300)
 def test_a_trial_that_is_killed_while_it_leaves_goes_on_from_its_last_step(
@@ -278,6 +280,7 @@ def test_a_trial_that_is_killed_while_it_leaves_goes_on_from_its_last_step(
     assert [one.exit.reason for one in trial.reload().data.attempts][0] == "preemption_timeout"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["canceled", "killed"])
 def test_nothing_is_left_of_a_trial_that_was_stopped(
     create: Callable[..., tuple[Any, Path]],
@@ -294,6 +297,7 @@ def test_nothing_is_left_of_a_trial_that_was_stopped(
     wait_until(lambda: not [*memory.iterdir()])
 
 
+@pytest.mark.long
 def test_states_without_a_note_are_not_taken_and_those_of_other_trials_stay(
     master: Any,
     create: Callable[..., tuple[Any, Path]],
@@ -328,6 +332,7 @@ def strike_of(notes: Path) -> None:
                 os.kill(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_slots", [0])
 @pytest.mark.timeout(300)
 def test_the_next_runner_of_a_node_finds_the_memory(
@@ -355,6 +360,7 @@ def test_the_next_runner_of_a_node_finds_the_memory(
     wait_until(lambda: not [*memory.iterdir()])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_trial_that_failed_for_good_leaves_its_memory_for_a_minute(
     create: Callable[..., tuple[Any, Path]], memory: Path, wait_until: Callable[..., None]
@@ -369,6 +375,7 @@ def losses_of(experiment: Any) -> list[Any]:
     return [(row.steps_completed, row.metrics) for row in trial.iter_metrics("training")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_slots", [0])
 @pytest.mark.parametrize(
     ("victim", "fewest", "lease_s", "data_parallel", "is_apart"),

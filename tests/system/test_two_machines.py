@@ -184,6 +184,7 @@ def names(trial: Trial) -> list[str]:
     return [node.name for attempt in trial.reload().data.attempts for node in attempt.nodes]
 
 
+@pytest.mark.long
 def test_a_search_over_the_machines_of_the_guide_loses_nothing_with_one_of_them(
     places: dict[str, Place], tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:

@@ -134,6 +134,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     made.close()
 
 
+@pytest.mark.long
 def test_a_master_shows_runs_live_through_a_kill_and_a_resume(
     desk: Desk, wait_until: Callable[..., None]
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_master_shows_runs_live_through_a_kill_and_a_resume(
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 def test_sync_sends_a_run_that_ended_and_then_nothing_more(desk: Desk) -> None:
     desk.go_to(2)
     script, run_dir = desk.train(4)
@@ -187,6 +189,7 @@ def test_sync_sends_a_run_that_ended_and_then_nothing_more(desk: Desk) -> None:
     assert "`RUN_DIR` must be a run directory" in desk.paceline("sync", "nothing", code=1)
 
 
+@pytest.mark.long
 def test_sync_goes_on_until_the_run_has_ended_and_survives_the_master(
     desk: Desk, wait_until: Callable[..., None]
 ) -> None:
@@ -209,6 +212,7 @@ def test_sync_goes_on_until_the_run_has_ended_and_survives_the_master(
     assert desk.states() == ["COMPLETED"]
 
 
+@pytest.mark.long
 def test_a_master_that_dies_while_it_takes_up_a_run_loses_and_doubles_nothing(
     desk: Desk, wait_until: Callable[..., None]
 ) -> None:
@@ -222,6 +226,7 @@ def test_a_master_that_dies_while_it_takes_up_a_run_loses_and_doubles_nothing(
     assert desk.rows() == [(1, 1, 1.0), (2, 1, 0.5), (3, 1, 1 / 3), (4, 1, 0.25)]
 
 
+@pytest.mark.long
 def test_runs_that_are_no_directory_are_refused(desk: Desk) -> None:
     (desk.path / "file").write_text("")
     output = desk.paceline("up", "--port", "0", "--runs", "file", code=1)

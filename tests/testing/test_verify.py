@@ -32,6 +32,7 @@ def verify(script: Path, tmp_path: Path) -> Any:
     )
 
 
+@pytest.mark.long
 def test_script_that_saves_all_its_state_is_exact_whatever_interrupts_it(verify: Any) -> None:
     faults = [
         Fault("kill"),
@@ -205,6 +206,7 @@ def test_operation_without_a_deterministic_implementation_is_named(
     assert "No deterministic implementation: put_." in verdict.notes[-1]
 
 
+@pytest.mark.long
 def test_every_run_has_a_directory_and_the_same_environment(tmp_path: Path) -> None:
     """The script writes what it sees; relative paths lead to the linked directory."""
     source = tmp_path / "source"

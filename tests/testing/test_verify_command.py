@@ -66,6 +66,7 @@ def verify(source: Path, tmp_path: Path) -> Any:
     )
 
 
+@pytest.mark.long
 def test_command_that_saves_all_its_state_is_exact(verify: Any, source: Path) -> None:
     verdict: CommandVerdict = verify()
     assert verdict.result == "exact", verdict
@@ -77,6 +78,7 @@ def test_command_that_saves_all_its_state_is_exact(verify: Any, source: Path) ->
     assert [path.name for path in source.iterdir()] == ["train.py"]
 
 
+@pytest.mark.long
 def test_lost_random_state_is_named_at_the_first_step_after_the_resume(verify: Any) -> None:
     verdict = verify(environment={"WRONG": "random"})
     assert verdict.result == "different"
@@ -99,6 +101,7 @@ def test_command_that_begins_anew_is_not_supported_though_its_bits_are_equal(ver
     assert "failed" not in str(verdict)
 
 
+@pytest.mark.long
 def test_script_that_uses_paceline_and_begins_anew_is_told_its_own_way(
     verify: Any, source: Path
 ) -> None:
@@ -205,6 +208,7 @@ for name in os.listdir("out"):
     assert f"The first difference is in the {kind} at step 1: " in verdict.reason, f"{verdict}"
 
 
+@pytest.mark.long
 def test_resume_command_gets_the_path_of_the_checkpoint(verify: Any) -> None:
     command = [sys.executable, "train.py", "--from", "{checkpoint}"]
     verdict = verify(resume_command=command)
@@ -238,6 +242,7 @@ def test_resume(resume_verdict):
 """
 
 
+@pytest.mark.long
 def test_plugin_verifies_with_its_option_only(source: Path) -> None:
     (source / "test_user.py").write_text(USER_TEST)
     plugin = [

@@ -122,6 +122,7 @@ def test_instances_train_together_and_their_reports_are_those_of_a_run(num_worke
     torch.testing.assert_close(first, weights)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alone", [0, 2])
 def test_a_method_that_needs_all_ranks_is_named_when_one_runs_it_alone(alone: int) -> None:
     with train.Trainer(num_workers=3) as trainer:
@@ -254,6 +255,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("last", "state"),
     [("", core.RunState.COMPLETED), ("raise ValueError", core.RunState.CRASHED)],
@@ -266,6 +268,7 @@ def test_a_program_that_shuts_nothing_down_ends_the_run(
     assert core.summarize_run(path).state is state
 
 
+@pytest.mark.long
 def test_processes_of_a_launcher_are_the_workers_of_a_class(run_python: RunPython) -> None:
     Path("told.py").write_text(SCRIPT.format(arguments="", last=""))
     done = run_python(

@@ -28,6 +28,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_processes_of_a_launcher_are_the_workers(
     num_processes: int, tmp_path: Path, clean_environment: dict[str, str]

@@ -119,6 +119,7 @@ def disturb(step: int) -> None:
         time.sleep(100)
 
 
+@pytest.mark.long
 def test_points_1_to_4_and_6_a_lost_worker_shrinks_the_group_and_a_checkpoint_grows_it_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -448,6 +448,7 @@ def fit(config: dict[str, Any]) -> Any:
     return losses, model, torch.rand(2), random.random()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loaders", "save", "accumulation"),
     [(0, 9, 1), (2, 9, 1), (0, "epoch 1", 1), (0, 8, 4)],
@@ -476,6 +477,7 @@ def test_run_that_goes_on_ends_in_the_same_bits(
     assert len(again.metrics) == len(losses) - first + 1
 
 
+@pytest.mark.long
 def test_run_directory_is_gone_on_with_by_its_name(work_here: Path) -> None:
     config = {"loaders": 0, "saves": [7], "stop": 10}
     with pytest.raises(KeyboardInterrupt):
@@ -534,6 +536,7 @@ def noisy_steps(config: dict[str, Any]) -> Any:
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.long
 def test_run_goes_on_from_a_bucket_in_the_same_bits_and_deletes_there(
     s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -580,6 +583,7 @@ train.Trainer(num_workers=0, run_dir="again").run(function)
 """
 
 
+@pytest.mark.long
 def test_checkpoint_of_which_no_journal_tells_is_removed(
     work_here: Path, run_python: Callable[..., Any]
 ) -> None:

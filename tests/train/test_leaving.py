@@ -141,6 +141,7 @@ def test_the_traceback_shows_where_a_worker_left(trainer: train.Trainer) -> None
     assert text.count("Traceback") == 1
 
 
+@pytest.mark.long
 def test_a_rank_that_leaves_is_named_on_every_rank_of_a_launcher(
     tmp_path: Path, clean_environment: dict[str, str]
 ) -> None:

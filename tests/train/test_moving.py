@@ -75,6 +75,7 @@ def fit() -> tuple[int, int]:
     return begun_at, os.getpid()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("notice", [0, 2], indirect=True)
 def test_a_fixed_group_moves_with_a_checkpoint(notice: Notice, tmp_path: Path) -> None:
     with train.Trainer(3, max_retries=0, run_dir=tmp_path / "run") as trainer:

@@ -139,6 +139,7 @@ def test_a_plain_train_function_trains_all_workers_as_one(trainers: Any, kind: s
         assert values == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("data_parallel", "window", "way"),
     [

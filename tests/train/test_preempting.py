@@ -86,6 +86,7 @@ def start(
             process.kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "signum", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
 )
@@ -113,6 +114,7 @@ def test_a_signal_ends_the_run_with_its_next_checkpoint(
     assert (run.state, run.last_step) == (RunState.COMPLETED, begun_at + 25)
 
 
+@pytest.mark.long
 def test_a_signal_ends_a_run_without_checkpoints_at_once(
     start: Callable[..., subprocess.Popen[str]],
 ) -> None:
@@ -122,6 +124,7 @@ def test_a_signal_ends_a_run_without_checkpoints_at_once(
     assert process.returncode == -signal.SIGTERM
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_the_run_at_once(
     start: Callable[..., subprocess.Popen[str]],
 ) -> None:
@@ -135,6 +138,7 @@ def test_a_second_signal_ends_the_run_at_once(
     assert process.returncode == -signal.SIGTERM
 
 
+@pytest.mark.long
 def test_a_master_that_wants_room_gets_it_with_the_next_checkpoint(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

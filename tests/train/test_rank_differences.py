@@ -114,6 +114,7 @@ def test_a_difference_at_the_last_checkpoint_is_found_and_the_checkpoint_is_not_
     assert workers.get_last_checkpoint() == {"epoch": 1}
 
 
+@pytest.mark.long
 def test_a_function_without_checkpoints_is_compared_at_its_start(workers: train.Trainer) -> None:
     with pytest.raises(train.RanksDifferError, match=r"`model_0.head.weight` must be the same"):
         workers.run(function, {"what": "weights", "odd": 2, "mode": "overlapped", "saves": False})
@@ -197,6 +198,7 @@ def test_ranks_that_train_alone_on_the_batches_of_a_prepared_loader_are_refused(
         assert trainer.run(with_a_loader_alone, {"what": "nothing", "saves": saves}) == [None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["own wrapper", "own sum"])
 def test_sums_of_ones_own_are_no_difference(workers: train.Trainer, what: str) -> None:
     assert workers.run(with_a_loader_alone, {"what": what, "saves": True}) == [None] * 3
@@ -235,6 +237,7 @@ def test_what_one_rank_does_with_its_model_at_the_end_is_no_difference(
         assert trainer.run(after_the_last_step, {"what": "left"}) == [None] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["flat", "overlapped", "fsdp"])
 def test_batch_norm_dropout_and_shards_are_no_difference(workers: train.Trainer, mode: str) -> None:
     assert len(workers.run(function, {"what": "", "mode": mode})) == 3
@@ -266,6 +269,7 @@ def in_copies(config: dict[str, Any]) -> None:
         optimizer.step()
 
 
+@pytest.mark.long
 def test_shards_are_compared_with_those_of_the_other_copies() -> None:
     with train.Trainer(num_workers=4) as trainer:
         trainer.run(in_copies, {"odd": None})

@@ -62,6 +62,7 @@ def fit(config: dict[str, Any]) -> Any:
     return model.weight.tolist(), train.node_rank(), train.world_size()
 
 
+@pytest.mark.long
 def test_a_trainer_takes_the_connected_cluster_and_survives_a_lost_worker(
     ray_cluster: Any,
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_trainer_takes_the_connected_cluster_and_survives_a_lost_worker(
         train.Trainer(num_workers=9).run(fit, {})
 
 
+@pytest.mark.long
 def test_a_group_waits_for_resources_as_long_as_it_may(ray_cluster: Any) -> None:
     from ray.util import placement_group, remove_placement_group
 
@@ -205,6 +207,7 @@ class Change(train.TrainingCallback):
         self.sizes.append(num_workers)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_group_grows_once_when_a_node_joins(
     ray_cluster: Any, seats: Callable[[int], None]
@@ -320,6 +323,7 @@ class AllReports(train.TrainingCallback):
         self.sizes.append(num_workers)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_group_leaves_a_node_that_is_drained_before_it_is_lost(
     ray_cluster: Any, seats: Callable[[int], None], drain_node: Callable[[str], None]

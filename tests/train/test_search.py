@@ -139,6 +139,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_the_variable_that_names_a_run_resumes_the_first_search_and_leads_no_trial_there(
     run_python: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -156,6 +157,7 @@ def test_the_variable_that_names_a_run_resumes_the_first_search_and_leads_no_tri
     assert other not in (first[0], second[0])
 
 
+@pytest.mark.long
 def test_trials_that_fail_or_refuse_their_hyperparameters_are_told(
     trainer: train.Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -191,6 +191,7 @@ def whole(two_workers: Any, window: int, tmp_path_factory: pytest.TempPathFactor
     return run_of(two_workers, config, tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.long
 def test_sharded_model_learns_what_a_whole_one_does(sharded: Any, whole: Any) -> None:
     assert samples_of(sharded) == samples_of(whole)
     for found, expected in zip(sharded, whole, strict=True):
@@ -228,6 +229,7 @@ def test_training_goes_on_in_the_same_bits(
     assert all(torch.equal(exported[name], value) for name, value in stored.items())
 
 
+@pytest.mark.long
 def test_training_goes_on_with_another_form_of_the_model(
     two_workers: Any,
     sharded: Any,
@@ -333,6 +335,7 @@ def test_a_group_of_another_size_goes_on(window: int | None) -> None:
             assert_close(found, straight[0])
 
 
+@pytest.mark.long
 def test_a_model_is_gathered_in_another_type(two_workers: Any, tmp_path: Path) -> None:
     os.chdir(tmp_path)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32)

@@ -80,6 +80,7 @@ def no_leaked_threads() -> None:
     """Leave the threads to the end, as workers stay from test to test."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config",
     [
@@ -110,6 +111,7 @@ def test_a_warning_is_recorded_and_training_goes_on(workers: train.Trainer) -> N
     assert [alert.title for alert in alerts] == [f"Step {n} gave two results" for n in (1, 3, 6)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "match"),
     [

@@ -157,6 +157,7 @@ def told(study: Study) -> list[tuple[object, ...]]:
     return [(t.hparams, t.seed, t.by, t.value, t.is_stopped, t.is_over) for t in study.trials]
 
 
+@pytest.mark.long
 def test_a_killed_study_continues_with_its_trials_and_the_same_draws(tmp_path: Path) -> None:
     whole = Study(SPACE, method=HALVING, seed=1)
     for number in range(4):

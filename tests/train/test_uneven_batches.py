@@ -100,6 +100,7 @@ def collected(config: dict[str, Any]) -> dict[str, Any]:
     return train.full_state_dict(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["flat", "overlapped"])
 @pytest.mark.parametrize("samples", [46, 56])
 def test_training_on_collected_batches_of_unequal_weights_is_refused(
@@ -115,6 +116,7 @@ def test_training_on_collected_batches_of_unequal_weights_is_refused(
         run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["flat", "overlapped"])
 def test_collected_batches_of_equal_weights_are_trained_on(
     workers: train.Trainer, mode: str

@@ -302,6 +302,7 @@ def test_several_data_sets_are_given_by_name_or_number(trainer: train.Trainer) -
         trainer.run(lambda: train.get_dataset(2), dataset=(few, more))
 
 
+@pytest.mark.long
 def test_models_that_users_wrap_stay_in_step(trainer: train.Trainer) -> None:
     def function() -> Any:
         model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))

@@ -58,6 +58,7 @@ def searched(master: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return experiment
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("theme", "size"),
     [
@@ -120,6 +121,7 @@ def test_axe_finds_nothing_on_any_page(
     assert problems == {}, json.dumps(problems, indent=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("theme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_axe_finds_nothing_in_the_search_and_the_sheet_of_shortcuts(
     master: Any, searched: Any, open_page: Any, find_problems: Any, theme: str
@@ -140,6 +142,7 @@ def test_axe_finds_nothing_in_the_search_and_the_sheet_of_shortcuts(
     assert problems + find_problems(page) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("theme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_axe_finds_nothing_in_the_dialogs_of_comparisons(
     master: Any, searched: Any, open_page: Any, find_problems: Any, unfold: Any, theme: str
@@ -164,6 +167,7 @@ def test_axe_finds_nothing_in_the_dialogs_of_comparisons(
     assert not any(problems.values()), json.dumps(problems, indent=2)
 
 
+@pytest.mark.long
 def test_axe_finds_nothing_where_one_signs_in(
     master: Any, open_page: Any, find_problems: Any
 ) -> None:
@@ -173,6 +177,7 @@ def test_axe_finds_nothing_where_one_signs_in(
         assert find_problems(page) == []
 
 
+@pytest.mark.long
 def test_everything_can_be_reached_by_keyboard(master: Any, searched: Any, open_page: Any) -> None:
     page = open_page(master, "/experiments")
     expect(page.get_by_role("link", name="searched")).to_be_visible()

@@ -47,6 +47,7 @@ def found(master: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return ended(master, tmp_path_factory.mktemp("code"), 1, 2, 3, name="rate")
 
 
+@pytest.mark.long
 def test_experiments_are_filtered_by_values_and_their_columns_ordered(
     master: Any, open_page: Any, found: list[Any]
 ) -> None:
@@ -80,6 +81,7 @@ def test_experiments_are_filtered_by_values_and_their_columns_ordered(
     expect(titles).to_have_text(["is_odd", "rate"])
 
 
+@pytest.mark.long
 def test_an_experiment_is_edited_forked_archived_and_deleted(
     master: Any, open_page: Any, tmp_path: Path
 ) -> None:
@@ -144,6 +146,7 @@ def test_logs_are_filtered_and_the_first_error_found(
     assert Path(page.url).name.startswith("logs?line=")
 
 
+@pytest.mark.long
 def test_filters_of_logs_wait_behind_a_button_on_a_phone(
     master: Any, open_page: Any, found: list[Any]
 ) -> None:
@@ -162,6 +165,7 @@ def test_filters_of_logs_wait_behind_a_button_on_a_phone(
     expect(stream).to_have_value("stderr")
 
 
+@pytest.mark.long
 def test_the_fields_of_a_config_are_offered_while_it_is_typed(master: Any, open_page: Any) -> None:
     page = open_page(master, "/new")
     editor = page.get_by_role("textbox", name="Config in YAML")

@@ -44,6 +44,7 @@ def cluster(master_of: Callable[..., Any], tmp_path: Path) -> Iterator[Any]:
     running.stop()
 
 
+@pytest.mark.long
 def test_it_shows_who_runs_where_who_waits_and_what_is_lost_and_drained(
     cluster: Any, open_page: Callable[..., Any], code: Path
 ) -> None:
@@ -87,6 +88,7 @@ def test_it_shows_who_runs_where_who_waits_and_what_is_lost_and_drained(
     expect(local.get_by_role("listitem").filter(has_text="second")).to_be_visible()
 
 
+@pytest.mark.long
 def test_it_shows_the_labels_and_the_memory_of_a_node_and_counts_no_drained_slots(
     cluster: Any, open_page: Callable[..., Any]
 ) -> None:
@@ -104,6 +106,7 @@ def test_it_shows_the_labels_and_the_memory_of_a_node_and_counts_no_drained_slot
     expect(pools.get_by_role("row").filter(has_text="big")).to_contain_text("2 drained")
 
 
+@pytest.mark.long
 def test_it_says_why_a_pool_has_no_runner(
     cluster: Any, open_page: Callable[..., Any], code: Path
 ) -> None:

@@ -56,6 +56,7 @@ def clean_views(master: Any) -> Iterator[None]:
         master.client._session.send("DELETE", f"views/{view.id}", params=query)
 
 
+@pytest.mark.long
 def test_a_panel_has_several_metrics_and_an_x_axis_of_its_own(
     master: Any, sweep: Any, open_page: Any
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_panel_has_several_metrics_and_an_x_axis_of_its_own(
     expect(alone.get_by_text("0.045 to 0.055, 3 runs")).to_be_visible()
 
 
+@pytest.mark.long
 def test_a_chart_is_a_picture_for_a_paper_whatever_the_page_looks_like(
     master: Any, sweep: Any, open_page: Any
 ) -> None:
@@ -128,6 +130,7 @@ def test_a_chart_is_a_picture_for_a_paper_whatever_the_page_looks_like(
     assert height > 1200
 
 
+@pytest.mark.long
 def test_a_phone_shows_a_curve_in_the_upper_half_of_a_comparison(
     master: Any, sweep: Any, open_page: Any, unfold: Any
 ) -> None:
@@ -156,6 +159,7 @@ def test_a_phone_shows_a_curve_in_the_upper_half_of_a_comparison(
     expect(page.get_by_text("1 of 2 charts", exact=True)).to_be_visible()
 
 
+@pytest.mark.long
 def test_the_panel_search_takes_regular_expressions(
     master: Any, sweep: Any, open_page: Any, unfold: Any
 ) -> None:
@@ -172,6 +176,7 @@ def test_the_panel_search_takes_regular_expressions(
     expect(page.get_by_text("2 charts", exact=True)).to_be_visible()
 
 
+@pytest.mark.long
 def test_runs_are_chosen_by_state_label_hyperparameter_and_metric(
     master: Any, sweep: Any, open_page: Any, unfold: Any
 ) -> None:
@@ -205,6 +210,7 @@ def test_runs_are_chosen_by_state_label_hyperparameter_and_metric(
     expect(page.get_by_text("6 of 6 runs shown")).to_be_visible()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("clean_views")
 def test_a_view_is_saved_opened_by_default_and_not_overwritten_unasked(
     master: Any, sweep: Any, open_page: Any, unfold: Any
@@ -257,6 +263,7 @@ def test_a_view_is_saved_opened_by_default_and_not_overwritten_unasked(
     expect(theirs.get_by_text("This view is deleted")).to_be_visible()
 
 
+@pytest.mark.long
 def test_a_view_says_which_of_its_runs_are_deleted(master: Any, sweep: Any, open_page: Any) -> None:
     trial = sweep.trials()[0].id
     page = open_page(
@@ -297,6 +304,7 @@ with paceline.core.init() as context:
 """
 
 
+@pytest.mark.long
 def test_bars_and_box_plots_show_one_number_of_each_run(
     master: Any, open_page: Any, find_problems: Any, tmp_path: Path, unfold: Any
 ) -> None:
@@ -362,6 +370,7 @@ def test_bars_and_box_plots_show_one_number_of_each_run(
         assert width <= viewport["width"], f"{width=} must fit {viewport=}"
 
 
+@pytest.mark.long
 def test_trials_chosen_on_an_axis_are_in_the_address(
     master: Any, sweep: Any, open_page: Any
 ) -> None:
@@ -380,6 +389,7 @@ def test_trials_chosen_on_an_axis_are_in_the_address(
     expect(other.get_by_text("3 of 6 shown trials chosen")).to_be_visible()
 
 
+@pytest.mark.long
 def test_curves_that_come_late_are_no_empty_chart(master: Any, sweep: Any, open_page: Any) -> None:
     """A chart says that it loads, for as long as a slow master has not answered."""
     page = open_page(master, "/")

@@ -16,6 +16,7 @@ def _built_documentation() -> None:
         pytest.skip("NOT TESTED: the documentation is not built. Hint: make docs")
 
 
+@pytest.mark.long
 def test_a_stranger_reads_and_searches_and_nothing_comes_from_elsewhere(
     master: Any, browser: Any
 ) -> None:

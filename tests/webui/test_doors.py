@@ -118,6 +118,7 @@ def runs(
     started.stop()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "pytorch" else pytest.mark.slow) for name in SCRIPTS],

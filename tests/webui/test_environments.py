@@ -19,6 +19,7 @@ with paceline.core.init() as context:
 GIT = ("git", "-c", "user.name=me", "-c", "user.email=me@example.org")
 
 
+@pytest.mark.long
 def test_it_shows_the_interpreter_the_packages_and_the_changed_code_of_attempts(
     master: Any, open_page: Callable[..., Any], tmp_path: Path
 ) -> None:

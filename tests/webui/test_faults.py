@@ -36,6 +36,7 @@ def marked(master: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return experiment
 
 
+@pytest.mark.long
 def test_markup_is_shown_as_text(master: Any, marked: Any, open_page: Any) -> None:
     (trial,) = marked.trials()
     of_experiment, of_trial = f"/experiments/{marked.id}", f"/trials/{trial.id}"
@@ -72,6 +73,7 @@ directory.mkdir(parents=True)
 """
 
 
+@pytest.mark.long
 def test_lost_records_are_told_by_the_pages_of_trial_and_experiment(
     master: Any, marked: Any, open_page: Any, tmp_path: Path
 ) -> None:
@@ -91,6 +93,7 @@ def test_lost_records_are_told_by_the_pages_of_trial_and_experiment(
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
+@pytest.mark.long
 def test_damaged_lines_are_told_by_the_logs_of_trial_and_experiment(
     master: Any, open_page: Any, code: Path
 ) -> None:
@@ -134,6 +137,7 @@ def test_values_that_are_no_numbers_leave_gaps(
     expect(chart).to_be_visible()
 
 
+@pytest.mark.long
 def test_addresses_of_what_is_not_there_say_so(master: Any, open_page: Any, code: Path) -> None:
     page = open_page(master)
     for path in ("/no/such/page", "/experiments/word", "/trials/-1"):
@@ -187,6 +191,7 @@ def test_a_script_that_fails_is_told_with_its_error(
     expect(page.get_by_text("user: code or config")).to_be_visible()
 
 
+@pytest.mark.long
 def test_warnings_of_a_config_are_told_before_and_after_it_is_created(
     master: Any, open_page: Any, code: Path, write_config: Any
 ) -> None:
@@ -205,6 +210,7 @@ def test_warnings_of_a_config_are_told_before_and_after_it_is_created(
     expect(warning).to_contain_text("auto_tune_tensor_fusion")
 
 
+@pytest.mark.long
 def test_a_request_that_fails_says_what_to_do(master: Any, open_page: Any, code: Path) -> None:
     experiment = master.create(code, name="unlucky")
     page = open_page(master, f"/experiments/{experiment.id}")

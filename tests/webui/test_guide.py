@@ -15,6 +15,7 @@ def trial_of(master: Any, experiment: int) -> Any:
     return trial
 
 
+@pytest.mark.long
 def test_an_experiment_is_created_watched_paused_and_continued(
     master: Any, open_page: Any, code: Path, write_config: Any, unfold: Any
 ) -> None:

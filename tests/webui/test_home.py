@@ -25,6 +25,7 @@ def test_home_says_why_a_queued_experiment_waits(master: Any, open_page: Any, co
     expect(card).to_have_count(0)
 
 
+@pytest.mark.long
 def test_a_progress_that_nothing_tells_is_a_bar_nowhere(
     master: Any, open_page: Any, code: Path
 ) -> None:
@@ -45,6 +46,7 @@ def test_a_progress_that_nothing_tells_is_a_bar_nowhere(
         experiment.kill()
 
 
+@pytest.mark.long
 def test_one_box_says_that_the_master_does_not_answer(
     master: Any, open_page: Any, go_on: Any
 ) -> None:

@@ -92,6 +92,7 @@ def opened(master: Any, experiment_id: int) -> Iterator[str]:
             server.join()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_page_of_a_task_gets_nothing_of_the_master(
     master: Any, open_page: Callable[..., Any], tmp_path: Path, host: str
@@ -127,6 +128,7 @@ def test_page_of_a_task_gets_nothing_of_the_master(
     experiment.wait(60)
 
 
+@pytest.mark.long
 def test_task_is_shown_with_its_kind_and_how_to_open_it(
     master: Any,
     open_page: Callable[..., Any],

@@ -55,6 +55,7 @@ def open_as(lab: Any, open_page: Callable[..., Any]) -> Callable[..., Any]:
     return open_it
 
 
+@pytest.mark.long
 def test_usage_is_shown_by_what_one_asks_for_and_saved_as_csv(lab: Any, open_as: Any) -> None:
     """An administrator answers who used what, in the page and in a file."""
     page = open_as("admin", "/cluster")
@@ -83,6 +84,7 @@ def test_usage_is_shown_by_what_one_asks_for_and_saved_as_csv(lab: Any, open_as:
     expect(page.get_by_role("checkbox", name="Project")).to_be_checked()
 
 
+@pytest.mark.long
 def test_two_administrators_who_change_one_quota_do_not_overwrite_each_other(
     lab: Any, open_as: Any
 ) -> None:
@@ -125,6 +127,7 @@ def test_two_administrators_who_change_one_quota_do_not_overwrite_each_other(
     expect(page.get_by_text("No quotas")).to_be_visible()
 
 
+@pytest.mark.long
 def test_a_session_that_ends_while_a_dialog_is_open_loses_nothing(lab: Any, open_as: Any) -> None:
     """The sign-in comes over the dialog, which goes on with what was typed."""
     lab.client.set_password("correct horse")
@@ -146,6 +149,7 @@ def test_a_session_that_ends_while_a_dialog_is_open_loses_nothing(lab: Any, open
     lab.client.delete_quota(user="ann", revision=1)
 
 
+@pytest.mark.long
 def test_a_node_is_reserved_and_released_by_keyboard_alone(lab: Any, open_as: Any) -> None:
     """Others see the reservation; administrators make and end it."""
     page = open_as("admin", "/cluster")
@@ -183,6 +187,7 @@ def test_a_node_is_reserved_and_released_by_keyboard_alone(lab: Any, open_as: An
     expect(page.get_by_text("No node is reserved.")).to_be_visible()
 
 
+@pytest.mark.long
 def test_a_checkpoint_gets_a_name_an_alias_and_notes_and_is_downloaded(
     lab: Any, open_as: Any
 ) -> None:
@@ -242,6 +247,7 @@ def filled(lab: Any) -> Iterator[None]:
     lab.client.delete_model("axe")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("theme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_axe_finds_nothing_on_the_pages_of_a_lab(
     lab: Any, filled: None, open_as: Any, go_on: Any, find_problems: Any, theme: str
@@ -306,6 +312,7 @@ def test_many_are_moved_into_a_project_of_a_shared_master(lab: Any, open_as: Any
     assert lab.experiment.reload().data.project == "vision"
 
 
+@pytest.mark.long
 def test_a_policy_is_set_in_the_page_and_told_where_an_experiment_is_made(
     lab: Any, open_as: Any
 ) -> None:
@@ -393,6 +400,7 @@ def test_the_page_of_users_offers_others_than_administrators_no_change(
     expect(page.get_by_role("button", name="Add user")).to_be_visible()
 
 
+@pytest.mark.long
 def test_ones_own_experiments_are_shown_first(lab: Any, open_as: Any) -> None:
     """The list begins with those of whoever looks; a switch shows all, and the address has it."""
     token = lab.client.create_token("lists-of-ann", "admin", user="ann").secret

@@ -104,6 +104,7 @@ def test_a_million_points_keep_their_extremes_and_refine_on_zoom(
         expect(row.get_by_role("cell").last).to_have_text(str(step % 1000))
 
 
+@pytest.mark.long
 def test_smoothing_is_by_steps_whatever_is_drawn(
     own: Any, open_page: Any, go_on: Any, unfold: Any
 ) -> None:
@@ -162,6 +163,7 @@ def faint_share(chart: Any) -> float:
     return share
 
 
+@pytest.mark.long
 def test_dragging_over_a_chart_zooms_and_back_takes_it_back(own: Any, open_page: Any) -> None:
     page = open_page(own, f"/trials/{own.long_trial}")
     # What is drawn later would move the chart.
@@ -237,6 +239,7 @@ def test_a_restarted_master_shows_nothing_twice(
     expect(steps).to_have_text([str(n) for n in range(1, last + 1)])
 
 
+@pytest.mark.long
 def test_a_run_without_a_master_is_shown_live(
     own: Any, open_page: Any, code: Path, project: Path
 ) -> None:

@@ -42,6 +42,7 @@ def _colors(page: Any, text: str) -> tuple[str, str]:
     return got[0], got[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_colours_of_a_log_are_shown_from_a_palette_and_nothing_else_of_it_counts(
     master: Any, trial: Any, open_page: Any, find_problems: Callable[..., list[str]], theme: str
@@ -80,6 +81,7 @@ def test_a_search_crosses_colours_and_the_stored_text_is_plain(
     assert "\x1b]0;" not in text
 
 
+@pytest.mark.long
 def test_a_regular_expression_finds_lines_and_the_lines_around_a_hit(
     master: Any, trial: Any, open_page: Any
 ) -> None:
@@ -128,6 +130,7 @@ raise ValueError("no such table")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("state", ["Running", "Completed", "Error"])
 def test_a_phone_shows_state_and_tail_of_a_log_on_its_first_screen(
     master: Any, trial: Any, open_page: Any, code: Path, state: str
@@ -158,6 +161,7 @@ def test_a_phone_shows_state_and_tail_of_a_log_on_its_first_screen(
             page.goto(f"/trials/{only}/logs")
 
 
+@pytest.mark.long
 def test_a_log_that_is_followed_shows_its_newest_line_when_its_box_becomes_lower(
     master: Any, trial: Any, open_page: Any
 ) -> None:

@@ -18,6 +18,7 @@ with paceline.core.init() as context:
 """
 
 
+@pytest.mark.long
 def test_only_charts_in_sight_are_drawn_of_12000_metrics(
     master: Any, open_page: Any, tmp_path: Path
 ) -> None:
@@ -64,6 +65,7 @@ with paceline.core.init() as context:
 """
 
 
+@pytest.mark.long
 def test_compare_says_what_is_not_drawn_and_finds_runs_by_their_experiments(
     master: Any, open_page: Any, tmp_path: Path, unfold: Any
 ) -> None:
@@ -91,6 +93,7 @@ def test_compare_says_what_is_not_drawn_and_finds_runs_by_their_experiments(
     expect(page.get_by_role("alert")).to_contain_text("900009 and 2 more")
 
 
+@pytest.mark.long
 def test_a_workspace_draws_groups_and_keeps_its_view_in_the_address(
     master: Any, open_page: Any, tmp_path: Path, scroll_to: Any, unfold: Any
 ) -> None:
@@ -172,6 +175,7 @@ def test_a_workspace_draws_groups_and_keeps_its_view_in_the_address(
     expect(page.get_by_role("button", name="Pinned 1 panel")).to_be_visible()
 
 
+@pytest.mark.long
 def test_all_of_a_list_longer_than_a_page_are_selected(
     master: Any, open_page: Any, tmp_path: Path
 ) -> None:

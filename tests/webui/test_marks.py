@@ -37,6 +37,7 @@ def _noticed(page: Any) -> list[list[str]]:
     return found
 
 
+@pytest.mark.long
 def test_a_hidden_tab_tells_that_a_watched_experiment_has_failed(
     master: Any, open_page: Any, code: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_hidden_tab_tells_that_a_watched_experiment_has_failed(
     assert sorted(toasts) == [0, 1], f"{toasts=} must be of one tab"
 
 
+@pytest.mark.long
 def test_what_ended_while_no_tab_was_open_is_told_without_permission_too(
     master: Any, open_page: Any, code: Path
 ) -> None:
@@ -86,6 +88,7 @@ def test_what_ended_while_no_tab_was_open_is_told_without_permission_too(
     assert page.evaluate("localStorage.getItem('paceline-watched')") == "[]"
 
 
+@pytest.mark.long
 def test_stars_are_kept_on_the_master_and_filter_the_list(
     master: Any, open_page: Any, unfold: Any, find_problems: Any, tmp_path: Path
 ) -> None:
@@ -125,6 +128,7 @@ def test_stars_are_kept_on_the_master_and_filter_the_list(
     expect(other.get_by_role("menuitem", name="Starred by")).to_have_count(0)
 
 
+@pytest.mark.long
 def test_two_windows_that_star_at_once_keep_both_stars(
     master: Any, open_page: Any, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def panel(page: Any, name: str) -> Any:
     return page.get_by_role("region", name=name, exact=True)
 
 
+@pytest.mark.long
 def test_each_kind_is_shown_and_nothing_of_a_stranger_acts(
     master: Any, report: Any, open_page: Any, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_each_kind_is_shown_and_nothing_of_a_stranger_acts(
     assert page.evaluate("origin") == "null"
 
 
+@pytest.mark.long
 def test_sliders_choose_steps_and_new_media_appear(
     master: Any, report: Any, open_page: Any, tmp_path: Path
 ) -> None:
@@ -177,6 +179,7 @@ def test_sliders_choose_steps_and_new_media_appear(
         expect(panel(page, "b/new").get_by_text("a new name")).to_be_visible()
 
 
+@pytest.mark.long
 def test_of_300_names_and_2000_steps_only_what_is_in_sight_is_read(
     master: Any, report: Any, open_page: Any
 ) -> None:
@@ -205,6 +208,7 @@ def test_of_300_names_and_2000_steps_only_what_is_in_sight_is_read(
     expect(page.get_by_text("10 of 301 names")).to_be_visible()
 
 
+@pytest.mark.long
 def test_a_file_that_is_gone_and_a_huge_image_leave_the_page_whole(
     master: Any, report: Any, open_page: Any, tmp_path: Path
 ) -> None:
@@ -232,6 +236,7 @@ def test_a_file_that_is_gone_and_a_huge_image_leave_the_page_whole(
     expect(panel(page, "said").get_by_text("still here")).to_be_visible()
 
 
+@pytest.mark.long
 def test_images_of_several_trials_stand_side_by_side(
     master: Any, report: Any, open_page: Any, tmp_path: Path
 ) -> None:

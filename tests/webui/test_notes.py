@@ -32,6 +32,7 @@ def noted(master: Any, tmp_path: Path) -> Any:
     return experiment
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_notes_are_shown_as_markdown_with_links_into_the_app(
     master: Any,
@@ -68,6 +69,7 @@ def test_notes_are_shown_as_markdown_with_links_into_the_app(
     assert page.url.endswith(f"/trials/{trial.id}/logs"), f"{page.url=}"
 
 
+@pytest.mark.long
 def test_markdown_of_a_stranger_runs_nothing_and_asks_no_other_site(
     master: Any, noted: Any, open_page: Any
 ) -> None:
@@ -92,6 +94,7 @@ def test_markdown_of_a_stranger_runs_nothing_and_asks_no_other_site(
     assert not [url for url in asked if "evil" in url], f"{asked=}"
 
 
+@pytest.mark.long
 def test_long_and_deep_markdown_keeps_the_page_alive(
     master: Any, noted: Any, open_page: Any
 ) -> None:

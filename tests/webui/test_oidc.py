@@ -40,6 +40,7 @@ def sign_in_at_provider(page: Any, person: str) -> None:
     page.get_by_role("button", name="Continue").click()
 
 
+@pytest.mark.long
 def test_one_comes_back_to_the_page_that_was_wanted(lab: Any, open_page: Any) -> None:
     page = open_page(lab, "/experiments?q=a%20b", is_signed_in=False)
     page.get_by_role("link", name="Sign in with The lab").click()
@@ -69,6 +70,7 @@ def test_who_is_refused_is_told_why_and_is_not_signed_in(lab: Any, open_page: An
         assert page.request.get("/api/v1/session").json()["owner"] is None
 
 
+@pytest.mark.long
 def test_a_session_that_ends_is_renewed_in_another_tab(lab: Any, open_page: Any) -> None:
     """The page stays as it is: what was typed there is not lost."""
     page = open_page(lab, "/", is_signed_in=False)
@@ -90,6 +92,7 @@ def test_a_session_that_ends_is_renewed_in_another_tab(lab: Any, open_page: Any)
     expect(field).to_have_value("not to be lost")
 
 
+@pytest.mark.long
 def test_the_command_line_takes_the_code_that_a_page_shows(lab: Any, open_page: Any) -> None:
     master, terminal = pty.openpty()
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
@@ -119,6 +122,7 @@ def test_the_command_line_takes_the_code_that_a_page_shows(lab: Any, open_page: 
     assert page.request.get("/api/v1/session", headers=headers).json()["owner"] == "ann"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_pages_of_the_sign_in_are_usable_by_all(

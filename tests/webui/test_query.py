@@ -33,6 +33,7 @@ def stored(master: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return near, far, fork
 
 
+@pytest.mark.long
 def test_a_query_is_completed_answered_and_refused_in_a_sentence(
     master: Any, stored: Any, open_page: Any, unfold: Any
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_query_is_completed_answered_and_refused_in_a_sentence(
     expect(page.get_by_text("3 of 3 runs shown")).to_be_visible()
 
 
+@pytest.mark.long
 def test_one_search_finds_all_kinds_by_keyboard_alone(
     master: Any, stored: Any, open_page: Any
 ) -> None:
@@ -123,6 +125,7 @@ def test_one_search_finds_all_kinds_by_keyboard_alone(
     expect(page.get_by_role("heading", name="Experiments")).to_be_visible()
 
 
+@pytest.mark.long
 def test_lineage_is_a_tree_and_earlier_notes_can_be_restored(
     master: Any, stored: Any, open_page: Any
 ) -> None:
@@ -151,6 +154,7 @@ def test_lineage_is_a_tree_and_earlier_notes_can_be_restored(
     assert fork.reload().data.notes == "earlier words"
 
 
+@pytest.mark.long
 def test_code_is_uploaded_and_a_fork_changes_one_value_in_a_form(
     master: Any, open_page: Any, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ with paceline.core.init() as context:
 """
 
 
+@pytest.mark.long
 def test_what_pages_show_is_read_before_their_code_is_there(
     master: Any, open_page: Any, go_on: Any, tmp_path: Path
 ) -> None:
@@ -45,6 +46,7 @@ def test_what_pages_show_is_read_before_their_code_is_there(
         page.unroute(f"**/assets/{code}-*.js")
 
 
+@pytest.mark.long
 def test_a_page_asks_for_everything_once(master: Any, open_page: Any, tmp_path: Path) -> None:
     """Code that is read early and the page itself share an answer; so do parts of a page."""
     (tmp_path / "train.py").write_text(REPORT)

@@ -27,6 +27,7 @@ with paceline.core.init() as context:
 """
 
 
+@pytest.mark.long
 def test_rungs_and_hyperparameters_fill_while_the_search_runs(
     master: Any, open_page: Any, code: Path, unfold: Any
 ) -> None:
@@ -97,6 +98,7 @@ with paceline.core.init() as context:
 """
 
 
+@pytest.mark.long
 def test_a_search_of_two_objectives_shows_its_pareto_front(
     master: Any, open_page: Any, code: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect
 
 
+@pytest.mark.long
 def test_a_link_signs_in_once(master: Any, open_page: Any) -> None:
     link = master.paceline("login").strip()
     page = open_page(master, link, is_signed_in=False)
@@ -33,6 +34,7 @@ def test_a_password_signs_in_and_leads_to_the_page_asked_for(master: Any, open_p
     expect(page.get_by_role("button", name="Sign in")).to_be_visible()
 
 
+@pytest.mark.long
 def test_a_session_that_ends_in_mid_edit_loses_nothing(
     master: Any, open_page: Any, code: Path
 ) -> None:

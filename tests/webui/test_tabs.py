@@ -220,6 +220,7 @@ def test_more_windows_than_a_browser_has_connections(tabs: Tabs, trial: Any) -> 
         follows(tabs, *windows)
 
 
+@pytest.mark.long
 def test_all_windows_say_that_the_master_is_away_and_go_on_when_it_is_back(
     tabs: Tabs, own: Any, trial: Any
 ) -> None:
@@ -237,6 +238,7 @@ def test_all_windows_say_that_the_master_is_away_and_go_on_when_it_is_back(
     tabs.wait_until(lambda: all("Live" in window.text for window in windows), "all say so")
 
 
+@pytest.mark.long
 def test_a_hidden_tab_is_current_in_front_whatever_happened_meanwhile(
     tabs: Tabs, own: Any, trial: Any
 ) -> None:

@@ -40,6 +40,7 @@ def trained(master: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return experiment
 
 
+@pytest.mark.long
 def test_a_trial_is_forked_from_any_checkpoint_with_one_value_changed(
     master: Any, trained: Any, open_page: Any
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_trial_is_forked_from_any_checkpoint_with_one_value_changed(
     expect(page.get_by_role("region", name="Lineage")).to_contain_text("forked from checkpoint")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["trials", "experiments"])
 def test_a_phone_shows_state_and_curve_without_scrolling(
     master: Any, trained: Any, open_page: Any, kind: str
@@ -132,6 +134,7 @@ with paceline.core.init() as context:
 """
 
 
+@pytest.mark.long
 def test_the_profiler_names_the_slowest_rank_and_idle_gpus(
     master: Any, open_page: Any, find_problems: Any, tmp_path: Any
 ) -> None:

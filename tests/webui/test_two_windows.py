@@ -8,6 +8,7 @@ import pytest
 expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect
 
 
+@pytest.mark.long
 def test_notes_that_two_windows_edit_are_not_lost(master: Any, open_page: Any, code: Path) -> None:
     experiment = master.create(code, name="noted")
     experiment.kill()

@@ -64,6 +64,7 @@ def test_the_exit_code_is_that_of_plain_python(
         assert result.stderr.splitlines()[-1] == expected[how]
 
 
+@pytest.mark.long
 def test_workers_of_our_own_end_by_themselves(
     run_python: Callable[..., "subprocess.CompletedProcess[str]"],
 ) -> None:

@@ -65,6 +65,7 @@ def read_lines(process: "subprocess.Popen[str]", number: int) -> list[str]:
     return sorted(process.stdout.readline().rstrip() for _ in range(number))
 
 
+@pytest.mark.long
 def test_values_of_the_scripts_own_classes_come_back_in_rank_order(drive: RunPython) -> None:
     code = """
 import pickle
@@ -93,6 +94,7 @@ print(call_in_workers(lambda: os.environ["WORLD_SIZE"], 1))
     assert result.stdout.splitlines() == [*rows, "['1']"]
 
 
+@pytest.mark.long
 def test_workers_find_modules_the_directory_and_the_cores_as_the_driver_does(
     drive: RunPython, tmp_path: Path
 ) -> None:
@@ -116,6 +118,7 @@ print(call_in_workers(threads, 2))
     assert kept.stdout == "['7']\n"
 
 
+@pytest.mark.long
 def test_output_goes_to_the_drivers_present_streams_with_its_rank(drive: RunPython) -> None:
     code = """
 import contextlib, io
@@ -186,6 +189,7 @@ assert type(error) is WorkerFailedError and "by `sys.exit(5)` with exit code 5" 
     drive(ERRORS + code)
 
 
+@pytest.mark.long
 def test_a_base_exception_of_a_rank_is_raised_and_disturbs_no_thread(drive: RunPython) -> None:
     code = """
 class Odd(BaseException):
@@ -203,6 +207,7 @@ for rank, kind in (0, KeyboardInterrupt), (2, KeyboardInterrupt), (2, Odd):
     assert "Exception in thread" not in drive(code).stderr
 
 
+@pytest.mark.long
 def test_a_worker_that_leaves_before_its_function_has_returned_is_an_error(
     drive: RunPython, tmp_path: Path
 ) -> None:
@@ -259,6 +264,7 @@ for function, args in ((main, ()), (print, ([threading.Lock()],))):
     assert "`args[0][0]` (_thread.lock)" in second
 
 
+@pytest.mark.long
 def test_the_failure_of_which_another_one_tells_comes_first(drive: RunPython) -> None:
     code = """
 class PeerError(RuntimeError):
@@ -340,6 +346,7 @@ def interrupt(process: "subprocess.Popen[str]") -> None:
     os.killpg(process.pid, signal.SIGINT)
 
 
+@pytest.mark.long
 def test_a_first_ctrl_c_is_passed_on_and_the_workers_may_finish(start: Start) -> None:
     driver = start(SAVING.replace("CAN_FINISH", "True"))
     assert read_lines(driver, 2) == ["[rank=0] up", "[rank=1] up"]
@@ -350,6 +357,7 @@ def test_a_first_ctrl_c_is_passed_on_and_the_workers_may_finish(start: Start) ->
     assert out.count("noted") == out.count("left") == 2
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_makes_the_workers_leave(start: Start) -> None:
     driver = start(SAVING.replace("CAN_FINISH", "False"))
     read_lines(driver, 2)
@@ -363,6 +371,7 @@ def test_a_second_ctrl_c_makes_the_workers_leave(start: Start) -> None:
     assert err.splitlines()[-1] == "KeyboardInterrupt"
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_kills_workers_that_do_not_leave(
     start: Start, wait_until: Callable[[Callable[[], object]], None]
 ) -> None:
@@ -386,6 +395,7 @@ call_in_workers(main, 2)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.long
 def test_a_ctrl_c_in_plain_code_is_a_keyboard_interrupt(start: Start) -> None:
     code = """
 def main():
@@ -403,6 +413,7 @@ except KeyboardInterrupt as error:
     assert (driver.returncode, out) == (0, "caught True\n"), err
 
 
+@pytest.mark.long
 def test_a_sigterm_reaches_the_workers_and_ends_the_driver_as_without_them(start: Start) -> None:
     driver = start("def main():\n    print('up')\n    time.sleep(600)\ncall_in_workers(main, 2)\n")
     read_lines(driver, 2)
@@ -410,6 +421,7 @@ def test_a_sigterm_reaches_the_workers_and_ends_the_driver_as_without_them(start
     assert driver.wait(timeout=240) == -signal.SIGTERM
 
 
+@pytest.mark.long
 def test_handlers_of_the_driver_stay_and_are_given_back(drive: RunPython) -> None:
     code = """
 handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}

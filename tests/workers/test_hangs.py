@@ -83,6 +83,7 @@ def do_two_things() -> None:
         distributed.barrier()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -179,6 +180,7 @@ def test_patience_is_kept_with_a_slow_rank(printed: list[OutputLine]) -> None:
         assert pool.submit(in_group(wait_for_another)).wait() == [None, None]
 
 
+@pytest.mark.long
 def test_a_call_ends_if_its_workers_end_while_they_write_their_stacks(
     printed: list[OutputLine], tmp_path: Path,
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
@@ -203,6 +205,7 @@ def test_a_call_ends_if_its_workers_end_while_they_write_their_stacks(
             call.wait()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_log_tells_early_whom_the_others_wait_for(
     printed: list[OutputLine], late: int, tmp_path: Path,
@@ -236,6 +239,7 @@ def stop_oneself() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "said"),
     [(hold_the_lock, "Rank 1 hangs"), (stop_oneself, r"Rank 1 is stopped \(SIGSTOP\)")],

@@ -81,6 +81,7 @@ QUICK = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("door", "way", "rank"),
     [

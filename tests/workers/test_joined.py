@@ -171,6 +171,7 @@ def test_joined_processes_carry_out_calls_together(start: Start, tmp_path: Path)
     assert lines[3:] == ["error ZeroDivisionError on purpose False"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "start",

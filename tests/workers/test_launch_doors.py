@@ -64,6 +64,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("door", ["function", "program"])
 def test_a_restart_goes_on_from_the_last_checkpoint_after_a_change_of_directory(
     run_with_torch: RunPython, tmp_path: Path, clean_environment: dict[str, str], door: str
@@ -165,6 +166,7 @@ with core.init() as context:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alone", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_in_the_store_is_named_beside_others_in_a_collective(
     tmp_path: Path, clean_environment: dict[str, str], alone: int

@@ -274,6 +274,7 @@ def test_a_worker_that_leaves_by_an_object_without_a_text_is_named(failing: int)
     assert (info.value.rank, info.value.exit_code) == (failing, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed", [0, 2])
 def test_a_process_that_a_killed_worker_has_started_is_ended(
     killed: int, tmp_path: Path, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch

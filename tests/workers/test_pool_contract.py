@@ -11,6 +11,7 @@ _PROGRAM = Path(__file__).with_name("pool_contract.py")
 _LAUNCHER = ["-m", "paceline.launch.torch_distributed", "--nproc-per-node=2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["inline", "forked", "new", "joined", "ray"])
 def test_a_pool_keeps_the_contract(
     kind: str, tmp_path: Path, clean_environment: dict[str, str]

@@ -94,6 +94,7 @@ def kill_rank_1() -> None:
     time.sleep(600)
 
 
+@pytest.mark.long
 def test_workers_on_two_nodes_act_like_those_on_one(
     pool: RayPool,
     printed: list[OutputLine],
@@ -156,6 +157,7 @@ def asked_for(name: str) -> float:
     return sum(one.resources_bundle.get(name, 0.0) * number for one, number in single + grouped)
 
 
+@pytest.mark.long
 def test_an_autoscaler_is_asked_for_the_nodes_of_workers_without_room(
     ray_cluster: Any, wait_until: WaitUntil
 ) -> None:

@@ -108,6 +108,7 @@ def facts() -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_a_forked_worker_is_set_up_as_a_new_interpreter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(numpy.random.random()), torch.rand(()).item()
 
 
+@pytest.mark.long
 def test_forked_workers_compute_the_same_bits_with_their_own_threads_and_seeds() -> None:
     answers = {}
     for threads in (1, 2):
@@ -221,6 +223,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fork_server", "state"), [(True, "running"), (True, "stopped"), (False, "running")]
 )
@@ -240,6 +243,7 @@ def test_all_end_when_the_driver_is_killed(
     wait_until(lambda: not any(map(is_there, pids)))
 
 
+@pytest.mark.long
 def test_a_fork_server_that_loads_a_module_ends_with_its_driver(
     tmp_path: Path, wait_until: WaitUntil
 ) -> None:
@@ -259,6 +263,7 @@ def test_a_fork_server_that_loads_a_module_ends_with_its_driver(
     wait_until(lambda: not is_there(server))
 
 
+@pytest.mark.long
 def test_the_end_of_the_fork_server_is_that_of_its_workers_and_another_one_follows(
     wait_until: WaitUntil,
 ) -> None:
@@ -274,6 +279,7 @@ def test_the_end_of_the_fork_server_is_that_of_its_workers_and_another_one_follo
         assert server_of(pool) != server
 
 
+@pytest.mark.long
 def test_workers_that_are_started_later_have_what_optimizers_import(wait_until: WaitUntil) -> None:
     def has_it() -> bool:
         return "torch._dynamo" in sys.modules
@@ -287,6 +293,7 @@ def test_workers_that_are_started_later_have_what_optimizers_import(wait_until: 
     wait_until(has_it_in_a_new_worker)
 
 
+@pytest.mark.long
 def test_a_host_that_was_warmed_up_has_all_that_its_first_worker_imports() -> None:
     def what_it_has() -> list[bool]:
         return [name in sys.modules for name in ("wave", "torch._dynamo")]
@@ -382,6 +389,7 @@ def shared_memory_of(pids: Sequence[int]) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_forced", [False, True])
 def test_nothing_is_left_after_a_shutdown(is_forced: bool) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -441,6 +449,7 @@ def test_sockets_of_the_driver_do_not_reach_the_workers() -> None:
             assert other.submit(num_open).wait() == few
 
 
+@pytest.mark.long
 def test_a_template_that_was_started_without_a_report_loads_the_modules_of_a_later_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wait_until: WaitUntil
 ) -> None:

@@ -95,6 +95,7 @@ def seen(
     return answers
 
 
+@pytest.mark.long
 def test_a_fork_sees_what_a_new_interpreter_sees(seen: list[dict[str, Any]]) -> None:
     first, second, fresh = (answer["same"] for answer in seen)
     assert len(fresh) >= 55
@@ -138,6 +139,7 @@ def test_libraries_are_taken_apart_where_they_may_hold_what_runs(
     assert output.exists() == is_taken_apart
 
 
+@pytest.mark.long
 def test_a_template_holds_nothing_of_a_program(template: Template, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os; print(os.environ['SECRET'])")
     lines = run(forked(template), [sys.executable, "train.py", TOKEN], tmp_path, 0, SECRET=TOKEN)

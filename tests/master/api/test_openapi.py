@@ -265,6 +265,7 @@ def schema(master: Any) -> Any:
     return loaded
 
 
+@pytest.mark.long
 def test_the_description_is_valid_and_names_every_operation_once(schema: Any) -> None:
     operations = [result.ok() for result in schema.get_all_operations()]
     ids = [operation.definition.raw["operationId"] for operation in operations]
@@ -274,6 +275,7 @@ def test_the_description_is_valid_and_names_every_operation_once(schema: Any) ->
         assert "4XX" in operation.definition.raw["responses"]
 
 
+@pytest.mark.long
 def test_the_types_of_the_web_ui_are_those_of_the_description(tmp_path: Path) -> None:
     """`npm run api` makes them, here without writing."""
     if not (WEBUI / "node_modules").is_dir():
@@ -292,6 +294,7 @@ def test_the_types_of_the_web_ui_are_those_of_the_description(tmp_path: Path) ->
     )
 
 
+@pytest.mark.long
 def test_no_request_that_the_description_allows_makes_the_server_fail(
     schema: Any, master: Any
 ) -> None:

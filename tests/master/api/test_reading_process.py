@@ -127,6 +127,7 @@ def fill(master: Any) -> None:
         assert master.attempt(attempt, "end", **end).status_code == 204
 
 
+@pytest.mark.long
 def test_it_answers_as_the_first_process(master: Any, second: Second) -> None:
     fill(master)
     movable = {
@@ -150,6 +151,7 @@ def test_it_answers_as_the_first_process(master: Any, second: Second) -> None:
             assert kinds[0] == kinds[1]
 
 
+@pytest.mark.long
 def test_it_sees_each_commit_at_once(master: Any, second: Second) -> None:
     second.start()
     second.gets_all()
@@ -162,6 +164,7 @@ def test_it_sees_each_commit_at_once(master: Any, second: Second) -> None:
     assert len(second.asked) == 60
 
 
+@pytest.mark.long
 def test_it_is_started_by_reads_that_wait_and_answers_them(master: Any, second: Second) -> None:
     second.gets_its_share()
     master.create()
@@ -201,6 +204,7 @@ def test_it_is_started_by_reads_that_wait_and_answers_them(master: Any, second: 
     assert sorted(found[6:]) == ["queue", "slots"]
 
 
+@pytest.mark.long
 def test_the_first_process_answers_alone_what_nobody_waits_for(master: Any, second: Second) -> None:
     second.gets_its_share()
     master.create()
@@ -210,6 +214,7 @@ def test_the_first_process_answers_alone_what_nobody_waits_for(master: Any, seco
     assert second.asked == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_hung", [False, True])
 def test_while_many_wait_the_first_process_answers_what_it_alone_can(
     is_hung: bool, master: Any, second: Second, monkeypatch: pytest.MonkeyPatch
@@ -296,6 +301,7 @@ def test_who_asks_no_more_holds_up_nobody(master: Any, second: Second) -> None:
     assert (readers._num_here, readers._num_there, len(readers._waiting)) == (0, 0, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["killed", "hung"])
 def test_what_it_does_not_answer_the_first_process_answers(
     fault: str, master: Any, second: Second, monkeypatch: pytest.MonkeyPatch
@@ -333,6 +339,7 @@ def test_what_it_does_not_answer_the_first_process_answers(
     assert len(second.asked) == 4
 
 
+@pytest.mark.long
 def test_an_answer_that_cannot_be_read_ends_it_and_nobody_waits_for_it(
     master: Any, second: Second, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +356,7 @@ def test_an_answer_that_cannot_be_read_ends_it_and_nobody_waits_for_it(
     assert second.process._not_before > time.monotonic()
 
 
+@pytest.mark.long
 def test_it_ends_once_nobody_asks(
     master: Any, second: Second, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,6 +401,7 @@ def start_program(master: Any) -> Callable[..., tuple[socket.socket, subprocess.
     return start
 
 
+@pytest.mark.long
 def test_another_paceline_than_that_of_the_master_answers_nothing(
     start_program: Callable[..., tuple[socket.socket, subprocess.Popen[bytes]]],
 ) -> None:

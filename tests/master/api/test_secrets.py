@@ -46,6 +46,7 @@ def values_of(master: Any, experiment_id: int) -> tuple[dict[str, str], dict[str
     return launch.spec.variables, launch.secrets
 
 
+@pytest.mark.long
 def test_a_secret_is_in_its_file_only_and_in_no_route(make_master: Callable[..., Any]) -> None:
     master = make_master(num_slots=8)
     first = create(master)

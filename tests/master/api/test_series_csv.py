@@ -35,6 +35,7 @@ def reported(master: Any) -> Any:
     return master
 
 
+@pytest.mark.long
 def test_every_point_of_a_long_series_is_there(reported: Any) -> None:
     steps = list(range(1, NUM_POINTS + 1))
     columns = {

@@ -183,6 +183,7 @@ def test_no_file_of_the_ui_needs_a_token_and_every_path_of_the_api_does(master: 
             assert http.get(path, headers={"accept": "text/html"}).status_code == 401
 
 
+@pytest.mark.long
 def test_the_description_is_printed_without_a_master(tmp_path: Path) -> None:
     target = tmp_path / "openapi.json"
     command = [sys.executable, "-m", "paceline._cluster.master.openapi", str(target)]

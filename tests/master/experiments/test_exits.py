@@ -728,6 +728,7 @@ def failing_stores(bench: Any) -> list[str]:
     return described
 
 
+@pytest.mark.long
 def test_a_store_that_does_not_answer_costs_no_restart_until_it_has_not_for_very_long(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,7 @@ def batch(first: int, *records: dict[str, Any]) -> dict[str, Any]:
     return {"generation": 0, "rank": 0, "records": numbered}
 
 
+@pytest.mark.long
 def test_many_records_are_stored_in_several_transactions(master: Any) -> None:
     master.create(searcher={"name": "single", "metric": "loss"})
     master.schedule()

@@ -256,6 +256,7 @@ def test_an_ended_search_goes_on_with_more_trials(bench: Any, kind: str, is_canc
     assert bench.state(experiment_id) == "COMPLETED"
 
 
+@pytest.mark.long
 def test_a_killed_master_decides_as_stored_in_a_search_of_100_trials_with_limits(
     bench: Any,
 ) -> None:

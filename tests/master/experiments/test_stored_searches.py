@@ -63,6 +63,7 @@ def test_a_search_read_from_the_database_equals_the_live_one_at_every_point(
     bench.check_replay(experiment_id)
 
 
+@pytest.mark.long
 def test_long_searches_are_restored_from_a_snapshot_and_the_inputs_after_it(bench: Any) -> None:
     """Each trial is created by the exit of the one before it."""
     experiment_id = bench.create("random", searcher={"max_trials": 400, "max_concurrent_trials": 1})

@@ -140,6 +140,7 @@ def test_alerts_and_thresholds_of_a_trial(
     }
 
 
+@pytest.mark.long
 def test_silent_trial(start: Callable[..., Any], make_receiver: Callable[..., Any]) -> None:
     receiver = make_receiver()
     master = start([], team=receiver.url)
@@ -192,6 +193,7 @@ def test_hanging_receiver_holds_up_nothing(
     master.core.notifier.close()
 
 
+@pytest.mark.long
 def test_failing_receiver_is_tried_again_and_shown(
     start: Callable[..., Any], make_receiver: Callable[..., Any], free_port: int
 ) -> None:
@@ -215,6 +217,7 @@ def test_failing_receiver_is_tried_again_and_shown(
     assert (channel["num_waiting"], channel["failure"]) == (0, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "url",
     [

@@ -122,6 +122,7 @@ def test_huge_answer_of_a_webhook_is_not_read(
     assert send(Channel(webhook=receiver.url, secret=secret)).failure is None
 
 
+@pytest.mark.long
 def test_huge_answer_to_apprise_ends_its_process(make_receiver: Callable[..., Any]) -> None:
     pytest.importorskip("apprise")
     receiver = make_receiver(_flood(2**40))

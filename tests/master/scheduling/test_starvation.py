@@ -322,6 +322,7 @@ def can_ever_start(world: World, trial: Waiting, nodes: list[NodeSlots]) -> bool
     return fits(nodes, trial) and all(one is None or trial.num_slots <= one for one in limits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", PolicyName)
 @pytest.mark.parametrize("backfill", [False, True])
 @given(st.integers(0, 10**9), st.booleans())

@@ -164,6 +164,7 @@ def attempts_of(client: Any, experiment: Any) -> list[Any]:
 class StarterContract:
     """Tests for a starter. A module has a subclass, and a fixture `cluster` of a `Cluster`."""
 
+    @pytest.mark.long
     def test_a_trial_goes_on_in_another_runner_which_leaves_when_idle(
         self, cluster: Cluster, make_pool: Callable[..., Pool]
     ) -> None:

@@ -293,6 +293,7 @@ def test_a_journal_with_damaged_and_missing_lines_is_named(recorded: Path) -> No
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(9)]
 )

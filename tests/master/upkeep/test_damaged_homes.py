@@ -205,6 +205,7 @@ def test_damage_is_named_by_the_check_and_keeps_no_master_waiting(
     assert not refusal or "Hint: " in refusal
 
 
+@pytest.mark.long
 def test_the_command_says_what_to_do_without_a_traceback(whole: Path) -> None:
     copy = whole.with_name("copy")
     shutil.copytree(whole, copy, symlinks=True)

@@ -20,15 +20,15 @@ from sqlalchemy import Table, delete, insert
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.store.metric_series import Points, encode_points, tagged
+from paceline._cluster.master.store.metric_summaries import Summary
 from paceline._cluster.master.store.recovery_rows import begin_records
-from paceline._cluster.master.store.series_writer import Summary
+from paceline._cluster.master.store.series_reader import Points, encode_points, tagged
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.messages.runner_messages import LogEntry
 from paceline.config import ExperimentConfig, validate_config
 from paceline.search import Create, simulate
 from paceline.search._search import Search
-from paceline.search._search_method import message_to_json
+from paceline.search._search_messages import message_to_json
 
 _TRIALS_PER_EXPERIMENT = 5
 _LONG_POINTS = 20_000

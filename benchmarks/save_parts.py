@@ -25,14 +25,14 @@ from paceline import pytorch
 from paceline._training.engine.checkpoints import capture_and_restore as _capture
 from paceline._training.engine.checkpoints import checkpoint_saver as _background_saver
 from paceline._training.engine.checkpoints import sharded_tensor_pieces as _host_copies
-from paceline.pytorch import _resumable_training, _training_checkpoints
+from paceline.pytorch import _resumable_training, _training_state
 
 _PERIOD, _WORK_S, _NUM_WARM = 10, 0.005, 5
 _PARTS: list[tuple[str, Any, str]] = [
     ("save", _resumable_training.ResumableTraining, "save"),
-    ("  capture the state", _training_checkpoints.TrainingState, "capture"),
+    ("  capture the state", _training_state.TrainingState, "capture"),
     ("    generators", _capture, "capture_random_state"),
-    ("    models, optimizers, settings", _training_checkpoints.TrainingState, "_shared"),
+    ("    models, optimizers, settings", _training_state.TrainingState, "_shared"),
     ("  copy and start the thread", _background_saver.CheckpointSaver, "save"),
     ("    collect and copy", _host_copies.HostCopies, "copy"),
     ("      look for shared memory", _host_copies, "_owners"),

@@ -16,7 +16,7 @@ from paceline._base.run_directory import JournalKey, RunInfo
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.metric_series import Points
+from paceline._cluster.master.store.series_reader import Points
 from paceline._cluster.master.store.series_writer import store_columns
 from paceline.journal import AttemptStarted, MetricsReported, RunDirectory
 

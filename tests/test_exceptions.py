@@ -44,7 +44,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
         ("conflict", TEXT),
         {},
     ),
-    "paceline._cluster.master.nodes.node_registry.NodeRefusedError": lambda: (
+    "paceline._cluster.master.nodes.registration_checks.NodeRefusedError": lambda: (
         ("name_taken", TEXT),
         {},
     ),

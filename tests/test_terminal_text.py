@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from paceline._base.process_and_network import TerminalStream, escape_in_json, terminal_text
+from paceline._base.terminal_text import TerminalStream, escape_in_json, terminal_text
 
 
 @pytest.mark.parametrize(

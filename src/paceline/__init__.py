@@ -20,8 +20,8 @@ if TYPE_CHECKING:
         init,
         log,
     )
-    from paceline.core._arguments import InvalidHP
-    from paceline.core._process_environment import ClusterInfo, get_cluster_info
+    from paceline.core._cluster_info import ClusterInfo, get_cluster_info
+    from paceline.core._exceptions import InvalidHP
     from paceline.core._run_frames import read_metrics, runs
 
 LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"

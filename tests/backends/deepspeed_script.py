@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline import pytorch
 from paceline.pytorch import deepspeed as pds
-from paceline.pytorch._loop_agreement_and_reports import RankAgreement
+from paceline.pytorch._loop_agreement import RankAgreement
 
 STAGE = int(os.environ.get("STAGE", 2))
 STEPS = int(os.environ.get("STEPS", 8))

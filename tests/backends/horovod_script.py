@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline import pytorch
-from paceline.pytorch._loop_agreement_and_reports import RankAgreement
+from paceline.pytorch._loop_agreement import RankAgreement
 
 RANK = int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", 0)))
 FAULT_RANK = int(os.environ.get("FAULT_RANK", -1))

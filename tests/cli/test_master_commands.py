@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import paceline
-from paceline._cluster.master.api.master_routes import has_web_ui
+from paceline._cluster.master.api.web_ui_files import has_web_ui
 
 
 def create(run: Any, code: Path, *options: object) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 import paceline as package
 from paceline._cluster.messages.master_models import Node
 from paceline._cluster.messages.runner_messages import PROTOCOL
-from paceline.cli import _runner_and_pool_commands as _commands
-from paceline.cli._runner_and_pool_commands import runner_app as app
-from paceline.cli._slot_queue_and_quota_commands import memory_text, slots_text
+from paceline.cli._commands import runner_and_pool_commands as _commands
+from paceline.cli._commands.runner_and_pool_commands import runner_app as app
+from paceline.cli._commands.slot_queue_and_quota_commands import memory_text, slots_text
 
 FACTS = {
     "key": "k", "version": package.__version__, "protocol": PROTOCOL, "python": "/p",

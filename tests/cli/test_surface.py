@@ -11,7 +11,7 @@ from typer.main import get_command
 from typer.models import OptionInfo
 
 from paceline.cli import app
-from paceline.cli._backup_and_home_commands import backup
+from paceline.cli._commands.doctor_and_home_commands import backup
 from paceline.cli._options_and_errors import CommandError
 
 COMMANDS = {

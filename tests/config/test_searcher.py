@@ -7,7 +7,7 @@ from paceline import search
 from paceline.config import validate_config
 from paceline.config._fields_and_problems import MISSING, Problem
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
-from paceline.search._search_method import GridConfig, RandomConfig, SingleConfig
+from paceline.search._grid_random_single import GridConfig, RandomConfig, SingleConfig
 
 Make = Callable[..., dict[str, Any]]
 Collect = Callable[[dict[str, Any]], dict[str, Problem]]

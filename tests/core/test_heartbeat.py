@@ -11,15 +11,17 @@ import pytest
 
 from paceline import core
 from paceline._base.run_directory import HEARTBEAT_LIMIT_S
-from paceline.core import _process_environment as _heartbeat
-from paceline.core._process_environment import sending_heartbeats
+from paceline.core import _heartbeats_and_live_reports
+from paceline.core._heartbeats_and_live_reports import sending_heartbeats
 from paceline.journal import RunDirectory
 
 
 @pytest.fixture(autouse=True)
 def own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread of another test, which may wait for longer."""
-    monkeypatch.setattr(_heartbeat, "_heartbeats", _heartbeat._Heartbeats())
+    monkeypatch.setattr(
+        _heartbeats_and_live_reports, "_heartbeats", _heartbeats_and_live_reports._Heartbeats()
+    )
 
 
 def state_of(path: Path) -> core.RunState:
@@ -42,8 +44,8 @@ def test_signs_of_life_of_another_machine_decide(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This machine gives one at the beginning only.
-    monkeypatch.setattr("paceline.core._process_environment._INTERVAL_S", 3600.0)
-    monkeypatch.setattr("paceline.core._process_environment._FIRST_S", 0.1)
+    monkeypatch.setattr("paceline.core._heartbeats_and_live_reports._INTERVAL_S", 3600.0)
+    monkeypatch.setattr("paceline.core._heartbeats_and_live_reports._FIRST_S", 0.1)
     with core.init(name="far") as context:
         path = context.run_dir
         while not (path / "heartbeat").exists():
@@ -71,7 +73,7 @@ def test_signs_of_life_of_another_machine_decide(
 def test_a_run_goes_on_beating_and_ends_with_its_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.core._process_environment._INTERVAL_S", 0.01)
+    monkeypatch.setattr("paceline.core._heartbeats_and_live_reports._INTERVAL_S", 0.01)
     run = RunDirectory(tmp_path)
     file = tmp_path / "heartbeat"
     before = beating()

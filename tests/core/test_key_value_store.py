@@ -42,7 +42,7 @@ def test_ranks_meet_with_a_torch_that_was_built_without_libuv(
 ) -> None:
     code = WITHOUT_LIBUV + (
         "import os, torch\nfrom paceline import core\n"
-        "from paceline._training.workers.processes.worker_process import join_process_group\n"
+        "from paceline._training.workers.processes.rank_environment import join_process_group\n"
         "rank = int(os.environ['RANK'])\n"
     )
     code += EXCHANGE + JOIN if first == "exchange" else JOIN + EXCHANGE

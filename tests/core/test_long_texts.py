@@ -7,7 +7,7 @@ import pytest
 
 from paceline._base.journal_reading_and_writing import JournalReader, JournalWriter
 from paceline._base.journal_records import AttemptStarted, StoreChecked, decode_record
-from paceline._cluster.messages.runner_messages import check_record
+from paceline._cluster.messages.record_checks import check_record
 from paceline.core._attempt_journal import record_start, record_store_state
 
 

@@ -16,7 +16,7 @@ from paceline import core
 from paceline._training.engine.checkpoints.checkpoint_saver import KeptCheckpoints
 from paceline.journal import NotARunDirectoryError, RunDirectory
 from paceline.storage import CheckpointNotFoundError, CheckpointWriteError, DirectoryStorage
-from paceline.storage._checkpoint_storage import Kept, RetentionRules
+from paceline.storage._retention_rules import Kept, RetentionRules
 
 
 def stopped(*steps: int, **options: Any) -> core.Context:
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_could_be_deleted_by_half_is_deleted_with_the_next(
 def test_a_checkpoint_in_a_bucket_that_is_deleted_by_half_is_deleted_the_next_time(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.storage._bucket_storage import BucketStorage
+    from paceline.storage._s3_azure_gcs_storage import BucketStorage
 
     remove, failures = BucketStorage.remove, [CheckpointWriteError("The server does not answer.")]
 

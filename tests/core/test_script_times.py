@@ -77,9 +77,10 @@ def test_what_follows_the_last_checkpoint_of_a_failed_attempt_is_lost() -> None:
 HANGING = """
 import os, signal, sys, time
 from paceline import core
+from paceline.core import _heartbeats_and_live_reports
 from paceline.core import _process_environment
 
-_process_environment._INTERVAL_S = 0.1
+_heartbeats_and_live_reports._INTERVAL_S = 0.1
 with core.init(name="hanging", resume="auto") as context:
     context.train.report_training_metrics(1, {"loss": 1.0})
     if len(sys.argv) > 1:

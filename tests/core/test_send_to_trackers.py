@@ -16,7 +16,7 @@ import pytest
 from paceline import core
 from paceline.core import MetricPoint, TrackedRun, Tracker
 from paceline.core._arguments import Outcome
-from paceline.core._trackers_and_tensorboard import tracker_named, tracker_names
+from paceline.core._trackers import tracker_named, tracker_names
 
 
 class Told(Tracker):

@@ -115,7 +115,7 @@ def test_what_does_not_fit_the_mode_is_refused(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(RuntimeError, match=r"needs `TensorboardMode.MANUAL`, but the .* OFF"):
             context.train.upload_tensorboard_files()
     assert not (context.run_dir / "tensorboard").exists()
-    monkeypatch.setattr("paceline.core._trackers_and_tensorboard.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.core._tensorboard_files.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs TensorBoard, .* pip install 'paceline"):
         core.init(tensorboard_mode=TensorboardMode.AUTO)
 

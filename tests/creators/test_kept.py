@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from paceline.creators import PyTorchTrainer
-from paceline.creators._passes_and_states import KeptState, MemoryFile, read_parts
+from paceline.creators._pass_states import KeptState, MemoryFile, read_parts
 from paceline.creators._replica import join_pass_state
 
 # The workers cannot import the tests.

@@ -15,7 +15,7 @@ import torch
 
 from paceline import data, train
 from paceline.data._dataset import Fold
-from paceline.storage._checkpoint_files import CheckpointMismatchError
+from paceline.storage._checkpoint_errors import CheckpointMismatchError
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -235,7 +235,7 @@ def read_pieces(config: dict[str, Any]) -> list[Any]:
 
 
 def run_reader() -> Any:
-    from paceline.train._worker_jobs import WorkerDatasetReader
+    from paceline.train._worker_datasets import WorkerDatasetReader
 
     return WorkerDatasetReader(session())
 

@@ -24,7 +24,7 @@ from paceline._training.engine.checkpoints.weights_from_checkpoints import (
     load_weights,
 )
 from paceline.storage import CheckpointCorruptError
-from paceline.storage._checkpoint_files import STATE_VERSION, CheckpointMismatchError
+from paceline.storage._checkpoint_errors import STATE_VERSION, CheckpointMismatchError
 
 
 def make_model(seed: int = 0) -> torch.nn.Module:

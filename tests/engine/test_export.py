@@ -30,7 +30,7 @@ from paceline._training.engine.checkpoints.tensor_reader import (
 from paceline._training.engine.checkpoints.weight_exports import export_dcp, export_weights
 from paceline.pytorch import load_weights_from_checkpoint_path
 from paceline.storage import CheckpointCorruptError, CheckpointNotFoundError, DirectoryStorage
-from paceline.storage._checkpoint_files import STATE_VERSION, CheckpointMismatchError
+from paceline.storage._checkpoint_errors import STATE_VERSION, CheckpointMismatchError
 
 # Cut along the first dimension, along the second, along both, and stored by one rank alone.
 CUTS: dict[str, list[tuple[int, tuple[slice, ...]]]] = {

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from paceline._training.engine.devices import Precision
 from paceline._training.engine.gradient_reduction import DataParallel
 from paceline._training.engine.model_preparation import ModelOptions, compile_counts
 from paceline._training.engine.optimizer_stepper import Stepper
+from paceline._training.engine.precision import Precision
 from paceline.core import DistributedContext
 
 CPU = torch.device("cpu")

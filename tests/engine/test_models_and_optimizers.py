@@ -12,8 +12,8 @@ from paceline._training.engine.checkpoints.capture_and_restore import (
     load_models,
 )
 from paceline._training.engine.checkpoints.resume_differences import SettingChanges, built_settings
-from paceline._training.engine.devices import named_parameters
-from paceline.storage._checkpoint_files import CheckpointMismatchError
+from paceline._training.engine.tensor_copies_and_digests import named_parameters
+from paceline.storage._checkpoint_errors import CheckpointMismatchError
 
 
 class Remembering(torch.optim.SGD):

@@ -6,8 +6,8 @@ import torch
 
 from paceline._training.engine.checkpoints.capture_and_restore import ModelsAndOptimizers
 from paceline._training.engine.checkpoints.state_format import save_state
-from paceline.pytorch._training_checkpoints import read_state
-from paceline.storage._checkpoint_files import STATE_VERSION
+from paceline.pytorch._training_state import read_state
+from paceline.storage._checkpoint_errors import STATE_VERSION
 
 
 def test_the_chief_alone_takes_up_the_sum_for_a_parameter_that_is_not_sharded(

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.creators._passes_and_states import (
+from paceline.creators._pass_states import (
     load_pass_state,
     read_pass_state,
     store_pass_state,
     write_pass_state,
 )
 from paceline.storage import CheckpointCorruptError, CheckpointNotFoundError, storage_from
-from paceline.storage._checkpoint_files import STATE_VERSION
+from paceline.storage._checkpoint_errors import STATE_VERSION
 
 SMALL = {"version": STATE_VERSION, "ranks": [], "models": [{"weight": torch.ones(3)}]}
 LARGE = {"version": STATE_VERSION, "ranks": [], "models": [{"weight": torch.ones(1 << 19)}]}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from paceline.creators._passes_and_states import DataPosition, Pass
+from paceline.creators._passes import DataPosition, Pass
 from paceline.data._sharded_loader import ShardedData
 
 CPU = torch.device("cpu")

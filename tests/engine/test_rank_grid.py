@@ -15,14 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from paceline._training.engine import devices as _tensor_copies
+from paceline._training.engine import tensor_copies_and_digests as _tensor_copies
 from paceline._training.engine.checkpoints.sharded_tensor_pieces import (
     HostCopies,
     parts_with_shard,
     take_sharded_tensor_pieces,
 )
 from paceline._training.engine.checkpoints.state_format import StateInPieces
-from paceline._training.engine.devices import Precision
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     RankGrid,
     check_tensor_options,
@@ -38,6 +37,7 @@ from paceline._training.engine.gradient_reduction import (
 from paceline._training.engine.metric_reducers import Reducer
 from paceline._training.engine.model_preparation import ModelOptions
 from paceline._training.engine.optimizer_stepper import Stepper
+from paceline._training.engine.precision import Precision
 from paceline.core import DistributedContext, NotOfferedError
 from paceline.pytorch._trial_training import MetricSums
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, Adam, Optimizer, RMSprop, lr_scheduler
 
 from paceline._training.engine.checkpoints.resume_differences import SettingChanges, built_settings
-from paceline._training.engine.schedules import scheduler_state
+from paceline._training.engine.lr_schedulers import scheduler_state
 
 MakeScheduler = Callable[[Optimizer], Any]
 KINDS: dict[str, MakeScheduler] = {

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data import Dataset, stream_pieces
 from paceline.data._sharded_loader import ShardedData, worker_batches
-from paceline.storage._checkpoint_files import CheckpointMismatchError
+from paceline.storage._checkpoint_errors import CheckpointMismatchError
 
 SIZES = (9, 0, 17, 5, 12, 1, 8)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline._training.engine.devices import BlockSums, TensorDigests
+from paceline._training.engine.tensor_copies_and_digests import BlockSums, TensorDigests
 
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool,

@@ -22,7 +22,7 @@ from paceline import pytorch
 from paceline._training.engine.weighted_means import WeightedMeans
 from paceline.data._order_and_random_generators import capture_random_state
 from paceline.pytorch import _memory_checkpoints, _resumable_training
-from paceline.pytorch._loop_agreement_and_reports import RankAgreement
+from paceline.pytorch._loop_agreement import RankAgreement
 
 CHECKPOINT_EVERY: Any = os.environ.get("CHECKPOINT_EVERY", "6")
 SHARDING = os.environ.get("SHARDING", "").split()

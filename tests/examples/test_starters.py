@@ -13,7 +13,7 @@ import pytest
 
 from paceline.cli import _app
 from paceline.cli._app import examples_directory
-from paceline.cli._create_command import Door, init
+from paceline.cli._commands.create_command import Door, init
 
 MAIN = {"declarative": "run.yaml"}
 

@@ -30,8 +30,8 @@ from paceline._cluster.runner.attempt_directory import (
     SecretFileError,
     read_secret_file,
 )
-from paceline._cluster.runner.master_link_and_output import OutputSpool, SpoolReader
-from paceline._cluster.runner.node_runner import find_facts
+from paceline._cluster.runner.node_facts import find_facts
+from paceline._cluster.runner.output_spool import OutputSpool, SpoolReader
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline.client import MasterUnreachableError
 from paceline.client._http_session import read_master_file, read_token

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paceline._base.gpus import machine_gpus
-from paceline._cluster.runner.node_runner import find_slots
+from paceline._cluster.runner.node_facts import find_slots
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: needs a GPU")
 START_S = 60.0

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from paceline._base.journal_reading_and_writing import JournalWriter
-from paceline._base.run_directory import JournalKey, RunInfo, RunTail
+from paceline._base.run_directory import JournalKey, RunInfo
+from paceline._base.run_tail_and_files import RunTail
 from paceline.journal import RunDirectory, StatusReported
 
 Write = Callable[[JournalKey, int], None]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline._training.workers.processes.worker_process import NodeLayout, horovod_variables
+from paceline._training.workers.processes.rank_environment import NodeLayout, horovod_variables
 from paceline.launch import deepspeed, horovod
 
 

@@ -21,7 +21,7 @@ import os, sys, time
 from pathlib import Path
 
 from paceline.pytorch import _memory_checkpoints
-from paceline.pytorch._loop_agreement_and_reports import RankAgreement
+from paceline.pytorch._loop_agreement import RankAgreement
 
 RankAgreement.look_interval_s = _memory_checkpoints._LEAST_INTERVAL_S = 1e-6
 

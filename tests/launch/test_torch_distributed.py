@@ -18,8 +18,8 @@ from paceline._base.process_and_network import num_cores
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunInfo
 from paceline._training.workers import worker_generation as _generation
 from paceline._training.workers.process_pools import ProgramPool, WorkerCommand
-from paceline._training.workers.processes.signals_and_leftovers import read_process
-from paceline._training.workers.processes.worker_process import NodeLayout
+from paceline._training.workers.processes.process_facts_and_signals import read_process
+from paceline._training.workers.processes.rank_environment import NodeLayout
 from paceline._training.workers.worker_failures import WorkerFailedError
 from paceline.journal import RunDirectory
 from paceline.launch import torch_distributed

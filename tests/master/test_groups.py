@@ -14,7 +14,7 @@ from paceline._cluster.master.experiments.attempts import Leases
 from paceline._cluster.master.store import tables
 from paceline._cluster.messages.runner_messages import PROTOCOL, runner_id
 from paceline._cluster.messages.states import ExitReason
-from paceline._cluster.runner.attempt_preparation_and_end import make_attempt_end
+from paceline._cluster.runner.attempt_end import make_attempt_end
 
 LEASE_S = 60.0
 FAILED = {"reason": "exited", "code": 3, "signal": None, "time": 1.0, "detail": None}

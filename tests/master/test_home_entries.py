@@ -13,7 +13,7 @@ from paceline._cluster.master.home_directory import Home, HomeUnusableError
 from paceline._cluster.master.store.log_files import LogFile
 from paceline._cluster.master.upkeep.recovery_records import append_recovery_rows, read_record
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
-from paceline._cluster.runner.attempt_preparation_and_end import ArchiveLimits, open_archive
+from paceline._cluster.runner.code_archive import ArchiveLimits, open_archive
 from paceline.client import MasterUnreachableError
 from paceline.client._http_session import read_master_file, read_token
 

@@ -17,9 +17,9 @@ import pytest
 from sqlalchemy import select
 
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.metric_rows_and_times import read_rows
+from paceline._cluster.master.store.metric_rows import read_rows
 from paceline.core import read_metrics
-from paceline.core._process_environment import master_to_report_to
+from paceline.core._heartbeats_and_live_reports import master_to_report_to
 from paceline.journal import RunDirectory
 
 # Reports step by step as the file `go` says, and ends after the last step.

@@ -16,8 +16,9 @@ from sqlalchemy import insert, select, update
 
 import paceline
 from paceline._cluster.master.experiments import storage_calls as _storage_calls
-from paceline._cluster.master.nodes.node_registry import NodeRefusedError, Nodes
+from paceline._cluster.master.nodes.node_registry import Nodes
 from paceline._cluster.master.nodes.node_work import work_for
+from paceline._cluster.master.nodes.registration_checks import NodeRefusedError
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.waiting import Wakeups
 from paceline._cluster.messages.runner_messages import PROTOCOL, NodeFacts, NodePoll

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 from sqlalchemy import select, update
 
-from paceline._cluster.master.api import master_routes as _master_routes
+from paceline._cluster.master.api import status_and_event_routes as _master_routes
 from paceline._cluster.master.store import tables
 from paceline._cluster.messages.states import ErrorKind, ExitReason
 from paceline.cli import _experiment_follower

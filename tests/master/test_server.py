@@ -14,11 +14,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from paceline._cluster.master.api.master_routes import has_web_ui
+from paceline._cluster.master.api.web_ui_files import has_web_ui
 from paceline._cluster.master.home_directory import Home, HomeInUseError, HomeUnusableError
 from paceline._cluster.master.server import PortInUseError, serve
 from paceline._cluster.master.store.database import DatabaseVersionError
-from paceline._cluster.runner.node_runner import find_slots
+from paceline._cluster.runner.node_facts import find_slots
 from paceline.cli._master_process import sign_in_link
 from paceline.client import Client
 from paceline.client._http_session import read_master_file

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline._cluster.master.experiments import directory_watchers
-from paceline._cluster.master.experiments.directory_watchers import TensorboardWatcher
-from paceline._cluster.master.store.metric_rows_and_times import read_rows
+from paceline._cluster.master.experiments import tensorboard_watcher
+from paceline._cluster.master.experiments.tensorboard_watcher import TensorboardWatcher
+from paceline._cluster.master.store.metric_rows import read_rows
 from paceline._cluster.master.store.run_files import list_files, media_names
 
 tensorboard = pytest.importorskip("torch.utils.tensorboard")
@@ -27,7 +27,7 @@ def logs(tmp_path: Path) -> Path:
 @pytest.fixture
 def new_watcher(master: Any, logs: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes a watcher, as each start of a master does."""
-    monkeypatch.setattr(directory_watchers, "_SEARCH_S", 0.0)
+    monkeypatch.setattr(tensorboard_watcher, "_SEARCH_S", 0.0)
     core = master.core
     return lambda: TensorboardWatcher(logs, core.database, core.unmanaged, core.files)
 

@@ -24,11 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from paceline._base.certificates import check_server_files, server_names
 from paceline._cluster.master.server import _host_for_others, _Tls, serve
 from paceline._cluster.messages.runner_messages import MasterAddress
-from paceline._cluster.runner.master_link_and_output import (
-    MasterLink,
-    UnreachableError,
-    UntrustedMasterError,
-)
+from paceline._cluster.runner.master_link import MasterLink, UnreachableError, UntrustedMasterError
 from paceline.client import Client, MasterUnreachableError
 
 NOW = datetime.datetime.now(datetime.UTC)

@@ -23,16 +23,9 @@ from paceline._cluster.runner import checkpoint_shipping as _fetch_checkpoint
 from paceline._cluster.runner import checkpoint_shipping as _send_pieces
 from paceline._cluster.runner import checkpoint_shipping as _ship_checkpoints
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
-from paceline._cluster.runner.checkpoint_shipping import (
-    CheckpointShipper,
-    fetch_checkpoint,
-    without_checkpoint,
-)
-from paceline._cluster.runner.master_link_and_output import (
-    MasterLink,
-    RefusedByMasterError,
-    UnreachableError,
-)
+from paceline._cluster.runner.checkpoint_and_code_fetching import fetch_checkpoint
+from paceline._cluster.runner.checkpoint_shipping import CheckpointShipper, without_checkpoint
+from paceline._cluster.runner.master_link import MasterLink, RefusedByMasterError, UnreachableError
 from paceline.journal import (
     CheckpointDeleted,
     CheckpointFilesDeleted,

@@ -18,17 +18,18 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from paceline._base.journal_reading_and_writing import JournalWriter, frame_line
-from paceline._base.run_directory import JournalKey, RunInfo, RunTail, TrialInfo
+from paceline._base.run_directory import JournalKey, RunInfo, TrialInfo
+from paceline._base.run_tail_and_files import RunTail
 from paceline._cluster.master.experiments import directory_watchers
 from paceline._cluster.master.experiments.directory_watchers import RunsWatcher
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.state_decisions import end_of_run
 from paceline._cluster.master.experiments.state_writer import StateChanges
-from paceline._cluster.master.experiments.stored_searches import Searches
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged, config_of_run
+from paceline._cluster.master.searches.stored_searches import Searches
 from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.store.metric_rows_and_times import read_rows
+from paceline._cluster.master.store.metric_rows import read_rows
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.messages.runner_messages import RunBatch, RunMark
 from paceline.client import ApiError, Client
@@ -43,7 +44,7 @@ from paceline.journal import (
     RunDirectory,
 )
 from paceline.storage import DirectoryStorage
-from paceline.storage._checkpoint_storage import storage_from
+from paceline.storage._storage_from_url import storage_from
 
 
 class HandRun:

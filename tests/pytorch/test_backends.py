@@ -10,7 +10,7 @@ import torch
 from paceline import core
 from paceline.pytorch import deepspeed
 from paceline.pytorch.deepspeed import DeepSpeedStepper
-from paceline.storage._checkpoint_files import CheckpointMismatchError
+from paceline.storage._checkpoint_errors import CheckpointMismatchError
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed here")

@@ -19,7 +19,7 @@ from torch import nn
 from paceline import pytorch
 from paceline.pytorch import _training_checkpoints as _continuous_saves
 from paceline.pytorch import _training_checkpoints
-from paceline.pytorch._loop_agreement_and_reports import RankAgreement
+from paceline.pytorch._loop_agreement import RankAgreement
 
 FAULT, AT, RANK = os.environ["FAULT"], int(os.environ["AT"]), int(os.environ["RANK"])
 if FAULT == "storage":

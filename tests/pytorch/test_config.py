@@ -6,7 +6,7 @@ import pytest
 from paceline._training.engine.profiling import ProfilingWindow
 from paceline.config import validate_config
 from paceline.pytorch import Batch, Epoch, Record, TrainUnit
-from paceline.pytorch._trainer import FitDefaults, is_test_mode, precision_of, unit_of
+from paceline.pytorch._fit_arguments import FitDefaults, is_test_mode, precision_of, unit_of
 
 
 @pytest.fixture

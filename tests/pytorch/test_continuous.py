@@ -18,7 +18,7 @@ from paceline import core, pytorch
 from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver
 from paceline.journal import RunDirectory
 from paceline.pytorch import _training_checkpoints as _continuous_saves
-from paceline.pytorch._loop_agreement_and_reports import RankAgreement
+from paceline.pytorch._loop_agreement import RankAgreement
 from paceline.storage import CheckpointWriteError, DirectoryStorage
 
 

@@ -24,7 +24,7 @@ from paceline._base.run_memory import own_run_memory, run_memory
 from paceline.core._run_storage import memory_storage, newest_in_memory
 from paceline.journal import RunDirectory
 from paceline.pytorch import _memory_checkpoints
-from paceline.pytorch._loop_agreement_and_reports import RankAgreement
+from paceline.pytorch._loop_agreement import RankAgreement
 
 KILLED_AT = 6
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from paceline import pytorch
 from paceline.storage import CheckpointNotFoundError, Manifest
-from paceline.storage._bucket_storage import BucketStorage
+from paceline.storage._s3_azure_gcs_storage import BucketStorage
 
 HPARAMS = {"global_batch_size": 2}
 Mode = pytorch.LRScheduler.StepMode

@@ -10,7 +10,7 @@ import torch
 
 from paceline._training.engine.checkpoints.state_format import save_state
 from paceline._training.engine.checkpoints.weight_exports import export_dcp, export_weights
-from paceline.storage._checkpoint_files import STATE_VERSION
+from paceline.storage._checkpoint_errors import STATE_VERSION
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, pytorch
 from paceline._training.engine.checkpoints.state_format import load_state, save_state
-from paceline._training.engine.schedules import load_scheduler, scheduler_state
-from paceline.pytorch._training_checkpoints import TrainingState, position_of, read_state
+from paceline._training.engine.lr_schedulers import load_scheduler, scheduler_state
+from paceline.pytorch._training_state import TrainingState, position_of, read_state
 from paceline.storage import CheckpointCorruptError
 
 Fit = Callable[..., "tuple[Net, pytorch.Result]"]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paceline import pytorch
-from paceline.storage._checkpoint_files import CheckpointMismatchError
+from paceline.storage._checkpoint_errors import CheckpointMismatchError
 
 BASE_SEED = 7
 

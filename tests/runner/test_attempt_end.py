@@ -22,8 +22,8 @@ from paceline._base.journal_reading_and_writing import JournalWriter, segment_na
 from paceline._cluster.messages.runner_messages import AttemptEnd
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
-from paceline._cluster.runner.attempt_preparation_and_end import make_attempt_end
-from paceline._cluster.runner.master_link_and_output import encode
+from paceline._cluster.runner.attempt_end import make_attempt_end
+from paceline._cluster.runner.master_link import encode
 from paceline.journal import AttemptFinished, RecordsDropped
 
 SLEEP = "import time\ntime.sleep(120)\n"

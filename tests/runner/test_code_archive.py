@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline._cluster.runner.attempt_preparation_and_end import (
+from paceline._cluster.runner.code_archive import (
     ArchiveLimits,
     ArchiveTooLargeError,
     check_archive,

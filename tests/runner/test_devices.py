@@ -12,8 +12,8 @@ import pytest
 from paceline._base import gpus as _visible_gpus
 from paceline._base.gpus import machine_gpus, num_visible_gpus
 from paceline._base.run_directory import RunInfo, TrialInfo
-from paceline._cluster.runner.node_runner import find_slots, gpu_memory, gpu_names
-from paceline.core._process_environment import cluster_info_of
+from paceline._cluster.runner.node_facts import find_slots, gpu_memory, gpu_names
+from paceline.core._cluster_info import cluster_info_of
 
 # As NVIDIA's guide for MIG shows them: two devices of one GPU, and a GPU that is not divided.
 MIG = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-e86cb44c-6756-fd30-cd4a-1e6da3caf9b0)

@@ -17,8 +17,8 @@ from paceline._base.journal_records import seal
 from paceline._cluster.messages.runner_messages import MAX_PIECE_BYTES, MasterAddress
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_run import AttemptRun
-from paceline._cluster.runner.checkpoint_shipping import DamagedCodeError, fetch_code
-from paceline._cluster.runner.master_link_and_output import MasterLink, RefusedByMasterError, encode
+from paceline._cluster.runner.checkpoint_and_code_fetching import DamagedCodeError, fetch_code
+from paceline._cluster.runner.master_link import MasterLink, RefusedByMasterError, encode
 
 
 class CuttingProxy:

@@ -15,7 +15,7 @@ from paceline._base.run_directory import Control
 from paceline._cluster.messages.runner_messages import AttemptControl
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.master_follower import MasterFollower
-from paceline._cluster.runner.master_link_and_output import MasterLink
+from paceline._cluster.runner.master_link import MasterLink
 from paceline._training.workers.processes.local_worker_group import LocalGroup
 from paceline._training.workers.processes.worker_process import WorkerSpec
 from paceline.journal import RunDirectory

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline._base import gpus as _nvidia_gpus
-from paceline._cluster.runner.node_runner import find_slots, gpu_memory, gpu_names
+from paceline._cluster.runner.node_facts import find_slots, gpu_memory, gpu_names
 
 SOURCE = Path(__file__).parent / "fake_nvml" / "nvml.c"
 H100 = "NVIDIA H100 80GB HBM3"

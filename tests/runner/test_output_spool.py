@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline._base.journal_records import seal_line
 from paceline._cluster.messages.runner_messages import LogEntry
-from paceline._cluster.runner.master_link_and_output import OutputSpool, SpoolReader
+from paceline._cluster.runner.output_spool import OutputSpool, SpoolReader
 from paceline._training.workers.processes.worker_output import OutputLine
 
 

@@ -20,14 +20,14 @@ from paceline._cluster.master.store.upgrades import copy_database
 from paceline._cluster.messages.runner_messages import AttemptControl, AttemptEnd
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
-from paceline._cluster.runner.master_link_and_output import (
+from paceline._cluster.runner.master_link import (
     MasterBackoff,
     MasterFailedError,
     MasterLink,
-    OutputSpool,
     RefusedByMasterError,
     UnreachableError,
 )
+from paceline._cluster.runner.output_spool import OutputSpool
 from paceline._cluster.runner.record_shipping import Shipper
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline.core import MediaReports

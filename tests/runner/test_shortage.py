@@ -12,7 +12,7 @@ import pytest
 
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
-from paceline._cluster.runner.attempt_preparation_and_end import is_shortage, judge_start
+from paceline._cluster.runner.attempt_preparation import is_shortage, judge_start
 
 SCRIPT = """
 import paceline as det

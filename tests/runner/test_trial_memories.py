@@ -20,8 +20,8 @@ from paceline._base.run_memory import own_run_memory, run_memory
 from paceline._cluster.messages.runner_messages import AttemptSpec, MasterAddress
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
-from paceline._cluster.runner.attempt_preparation_and_end import _judged_end, make_attempt_end
-from paceline._cluster.runner.master_link_and_output import MasterLink
+from paceline._cluster.runner.attempt_end import _judged_end, make_attempt_end
+from paceline._cluster.runner.master_link import MasterLink
 from paceline._cluster.runner.record_shipping import Shipper
 from paceline._cluster.runner.trial_memories import TrialMemories, hold_memory, keep_memory
 

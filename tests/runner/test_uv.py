@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.runner.attempt_preparation_and_end import (
+from paceline._cluster.runner.attempt_preparation import (
     UnusableConfigError,
     find_uv,
     sync_environment,

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.search import Mode
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
-from paceline.search._search_method import GridConfig, RandomConfig, SingleConfig
+from paceline.search._grid_random_single import GridConfig, RandomConfig, SingleConfig
 
 ASHA: dict[str, Any] = {"metric": "loss", "max_trials": 16, "max_time": 64, "time_metric": "epochs"}
 

@@ -16,8 +16,8 @@ from paceline.search import (
     Train,
     simulate,
 )
+from paceline.search._grid_random_single import GridConfig
 from paceline.search._search import Search
-from paceline.search._search_method import GridConfig
 
 SPACE = {"a": {"type": "int", "minval": 0, "maxval": 3, "count": 4}}
 

@@ -20,15 +20,13 @@ from paceline.search import (
     Stop,
 )
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig, HyperbandConfig
+from paceline.search._grid_random_single import GridConfig, RandomConfig, SingleConfig
 from paceline.search._median_stopping import MedianStoppingConfig
 from paceline.search._population import PbtConfig
 from paceline.search._search import Search, replay
-from paceline.search._search_method import (
-    GridConfig,
+from paceline.search._search_messages import (
     Input,
     Limited,
-    RandomConfig,
-    SingleConfig,
     Spent,
     Train,
     input_from_json,

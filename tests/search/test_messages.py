@@ -20,7 +20,7 @@ from paceline.search import (
     Stop,
     Train,
 )
-from paceline.search._search_method import input_from_json, message_to_json, operation_from_json
+from paceline.search._search_messages import input_from_json, message_to_json, operation_from_json
 
 INPUTS: list[Input] = [
     Started(),

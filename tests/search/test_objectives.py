@@ -18,7 +18,8 @@ from paceline.search._adaptive_asha import AsyncHalvingConfig
 from paceline.search._rungs import FrontRung, newer_point, pareto_front
 from paceline.search._samplers import answers, asking, make_sampler
 from paceline.search._search import Search, replay
-from paceline.search._search_method import Objective, input_from_json, message_to_json
+from paceline.search._search_messages import input_from_json, message_to_json
+from paceline.search._search_method import Objective
 from paceline.testing import check_search_method
 
 SPACE: dict[str, Any] = {

@@ -13,7 +13,8 @@ from paceline.search._median_stopping import MedianStoppingConfig
 from paceline.search._population import PbtConfig
 from paceline.search._preview_and_simulation import preview
 from paceline.search._search import Search
-from paceline.search._search_method import Decision, Train
+from paceline.search._search_messages import Train
+from paceline.search._search_method import Decision
 
 SPACE: dict[str, Any] = {
     "lr": {"type": "double", "minval": 0, "maxval": 1},

@@ -6,8 +6,8 @@ import pytest
 
 from paceline.search import SearchConfig, SpaceError
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
+from paceline.search._grid_random_single import GridConfig, RandomConfig, SingleConfig
 from paceline.search._preview_and_simulation import preview
-from paceline.search._search_method import GridConfig, RandomConfig, SingleConfig
 
 
 def _adaptive(max_time: int, max_trials: int, **changes: Any) -> AdaptiveAshaConfig:

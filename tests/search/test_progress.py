@@ -20,8 +20,8 @@ from paceline.search import (
     simulate,
 )
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
+from paceline.search._grid_random_single import GridConfig, RandomConfig, SingleConfig
 from paceline.search._search import Search
-from paceline.search._search_method import GridConfig, RandomConfig, SingleConfig
 
 Halving = Callable[..., AsyncHalvingConfig]
 SPACE = {"lr": {"type": "double", "minval": 0, "maxval": 1, "count": 100}}

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from paceline.search import Create, ExitReason, Mode, SearchConfig, Shutdown, Started, Stop
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig, HyperbandConfig
+from paceline.search._grid_random_single import GridConfig, RandomConfig, SingleConfig
 from paceline.search._median_stopping import MedianStoppingConfig
 from paceline.search._search import Search, replay
-from paceline.search._search_method import GridConfig, RandomConfig, SingleConfig
 from paceline.testing._search_method import SearchMethodDrive
 
 SPACE: dict[str, Any] = {

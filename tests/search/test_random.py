@@ -16,8 +16,8 @@ from paceline.search import (
     Train,
     simulate,
 )
+from paceline.search._grid_random_single import RandomConfig, SingleConfig
 from paceline.search._search import Search
-from paceline.search._search_method import RandomConfig, SingleConfig
 
 SPACE = {"lr": {"type": "double", "minval": 0, "maxval": 1}}
 

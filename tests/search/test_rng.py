@@ -7,8 +7,8 @@ import pytest
 
 from paceline._base.arguments_and_errors import Rng
 from paceline.search import Create, Started
+from paceline.search._grid_random_single import RandomConfig
 from paceline.search._search import Search
-from paceline.search._search_method import RandomConfig
 
 CONFORMANCE = [
     pytest.param(

@@ -30,6 +30,7 @@ from paceline.search import (
     parse_space,
 )
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
+from paceline.search._grid_random_single import RandomConfig, SingleConfig
 from paceline.search._preview_and_simulation import simulate
 from paceline.search._sampler_program import SamplerProgram
 from paceline.search._samplers import (
@@ -41,7 +42,6 @@ from paceline.search._samplers import (
     make_sampler,
 )
 from paceline.search._search import Search, replay
-from paceline.search._search_method import RandomConfig, SingleConfig
 
 SPACE: dict[str, Any] = {
     "net": {"width": {"type": "int", "minval": 1, "maxval": 9, "count": 3}, "depth": 2},

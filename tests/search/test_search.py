@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.search import Create, Exited, ExitReason, Progressed, Reported, Shutdown, Started
+from paceline.search._grid_random_single import GridConfig, RandomConfig, SingleConfig
 from paceline.search._search import Search, replay
-from paceline.search._search_method import GridConfig, RandomConfig, SingleConfig
 
 CONFIG = RandomConfig(metric="loss", max_trials=3)
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.search import ExitReason, simulate
+from paceline.search._grid_random_single import RandomConfig, SingleConfig
 from paceline.search._search import replay
-from paceline.search._search_method import RandomConfig, SingleConfig
 
 CONFIG = RandomConfig(metric="loss", max_trials=3, max_concurrent_trials=2, max_length=8)
 

@@ -15,7 +15,7 @@ from paceline.search._preview_and_simulation import (
     simulate_slots,
 )
 from paceline.search._search import Search
-from paceline.search._search_method import Create, Started
+from paceline.search._search_messages import Create, Started
 
 SPACE = {"x": {"type": "double", "minval": 0.0, "maxval": 1.0}}
 

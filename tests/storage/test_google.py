@@ -9,7 +9,7 @@ import pytest
 from fault_lab.object_requests import FaultyServer
 
 from paceline.storage import CheckpointError, CheckpointStorage, CheckpointWriteError, storage_from
-from paceline.storage._bucket_storage import _warn_experimental
+from paceline.storage._s3_azure_gcs_storage import _warn_experimental
 
 LARGE = os.urandom(20_000_000)
 

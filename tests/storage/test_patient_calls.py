@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.storage import CheckpointError, CheckpointWriteError, storage_from
-from paceline.storage._bucket_storage import PatientCalls
-from paceline.storage._checkpoint_files import failing_store_of
+from paceline.storage._checkpoint_errors import failing_store_of
+from paceline.storage._s3_azure_gcs_storage import PatientCalls
 
 PART_S = 6.0
 
@@ -87,8 +87,8 @@ def test_pauses_grow_are_not_the_same_and_leave_the_users_random_numbers_alone(
         pauses.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr("paceline.storage._bucket_storage.time.sleep", sleep)
-    monkeypatch.setattr("paceline.storage._bucket_storage.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("paceline.storage._s3_azure_gcs_storage.time.sleep", sleep)
+    monkeypatch.setattr("paceline.storage._s3_azure_gcs_storage.time.monotonic", lambda: now[0])
     random.seed(1)
     expected = random.Random(1).random()
     for _ in range(2):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.storage._checkpoint_storage import Kept, RetentionRules, to_delete
+from paceline.storage._retention_rules import Kept, RetentionRules, to_delete
 
 # Steps 1 to 5; the score of step 3 is unknown, and those of 2 and 5 are equal.
 CHECKPOINTS = [

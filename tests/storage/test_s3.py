@@ -34,7 +34,7 @@ from paceline.storage import (
     ObjectStorage,
     storage_from,
 )
-from paceline.storage._bucket_storage import BucketStorage
+from paceline.storage._s3_azure_gcs_storage import BucketStorage
 
 LARGE = os.urandom(20_000_000)
 
@@ -247,7 +247,7 @@ def test_a_file_and_a_checkpoint_have_a_time_limit_too(
     s3: str, faulty: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_from_memory: bool
 ) -> None:
     """Each request is answered in time, but there are many."""
-    monkeypatch.setattr("paceline.storage._bucket_storage._PARTS_AT_ONCE", 1)
+    monkeypatch.setattr("paceline.storage._s3_azure_gcs_storage._PARTS_AT_ONCE", 1)
     storage = storage_from(s3)
     # Makes the client, whose requests have 60 s each.
     store(storage, "one")

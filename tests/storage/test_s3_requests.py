@@ -20,16 +20,16 @@ from paceline.storage import (
     ObjectStorage,
     storage_from,
 )
-from paceline.storage import _object_storage as _recent_records
+from paceline.storage import _object_storage_base as _recent_records
 
 LARGE = os.urandom(9_000_000)
 # Two large files from memory and two small ones, of which each has a name of its own.
 SAVE = """
 import os, sys
-from paceline.storage import _object_storage, storage_from
+from paceline.storage import _object_storage_base, storage_from
 
 # On a busy machine a second is not enough for what is known to be there.
-_object_storage._RECENT_S = 3600.0
+_object_storage_base._RECENT_S = 3600.0
 storage = storage_from(sys.argv[1])
 large = memoryview(os.urandom(9_000_000))
 with storage.store_shard("two", 0) as path:

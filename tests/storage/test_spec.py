@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from paceline.config._checkpoint_storage_section import expand_location
-from paceline.storage import DirectoryStorage, storage_from
-from paceline.storage import _checkpoint_storage as _storage_registry
+from paceline.storage import DirectoryStorage, _storage_from_url, storage_from
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_a_path_does_not_have_all_packages_searched(
     def search() -> None:
         raise AssertionError("What all packages offer was looked at.")
 
-    monkeypatch.setattr(_storage_registry, "_points", search)
+    monkeypatch.setattr(_storage_from_url, "_points", search)
     assert storage_from(str(tmp_path)).url == str(tmp_path)
     assert expand_location(str(tmp_path)) == {"type": "directory", "path": str(tmp_path)}
     with pytest.raises(AssertionError, match="was looked at"):

@@ -14,9 +14,9 @@ from paceline._training.engine.checkpoints.state_format import (
     read_versioned_part,
     save_state,
 )
-from paceline.creators._passes_and_states import checked_pass_state
-from paceline.storage import _checkpoint_files
-from paceline.storage._checkpoint_files import STATE_VERSION, CheckpointMismatchError
+from paceline.creators._pass_states import checked_pass_state
+from paceline.storage import _checkpoint_errors
+from paceline.storage._checkpoint_errors import STATE_VERSION, CheckpointMismatchError
 from paceline.train._run_protocol import checked_metadata
 
 HERE = Path(__file__).parent
@@ -97,7 +97,7 @@ def test_each_part_of_an_earlier_state_is_upgraded(
     def rename(name: str, part: dict[str, Any]) -> None:
         part[f"new of {name}"] = part.pop("size" if name == "training" else "means")
 
-    monkeypatch.setattr(_checkpoint_files, "STATE_VERSION", STATE_VERSION + 1)
+    monkeypatch.setattr(_checkpoint_errors, "STATE_VERSION", STATE_VERSION + 1)
     monkeypatch.setitem(state_format._STEPS, STATE_VERSION, rename)
     training = read_training(tmp_path)
     assert training["new of training"] == 2

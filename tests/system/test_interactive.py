@@ -28,7 +28,7 @@ import pytest
 from fault_lab.masters import MasterProcess
 from optional_modules import Needed
 
-from paceline.cli._interactive_commands import _Wish
+from paceline.cli._commands.interactive_commands import _Wish
 from paceline.client import ApiError, Client
 from paceline.launch.interactive import DATA, EXIT, HEAD, read_frames
 

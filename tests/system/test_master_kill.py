@@ -22,7 +22,7 @@ from paceline import faults
 from paceline.client import Client, MasterUnreachableError
 from paceline.config import validate_config
 from paceline.search._search import replay
-from paceline.search._search_method import input_from_json, message_to_json
+from paceline.search._search_messages import input_from_json, message_to_json
 
 SCRIPT = """
 import json, os, time

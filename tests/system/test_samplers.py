@@ -12,7 +12,7 @@ import pytest
 from paceline.client import ApiError
 from paceline.config import validate_config
 from paceline.search._search import replay
-from paceline.search._search_method import Proposed, input_from_json, message_to_json
+from paceline.search._search_messages import Proposed, input_from_json, message_to_json
 
 SCRIPT = """
 import paceline as det

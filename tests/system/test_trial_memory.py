@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from paceline import core, pytorch
 from paceline.pytorch import _memory_checkpoints
-from paceline.pytorch._loop_agreement_and_reports import RankAgreement
+from paceline.pytorch._loop_agreement import RankAgreement
 
 NOTES = Path(os.environ["NOTES"])
 RankAgreement.look_interval_s = _memory_checkpoints._LEAST_INTERVAL_S = 1e-6

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, train
-from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._base.exceptions import CollectiveMismatchError
 from paceline._training.workers.worker_failures import WorkerFailedError
 from paceline.core._arguments import rank_group
 from paceline.journal import RunDirectory

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paceline import core, train
 from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver
-from paceline._training.workers.processes.worker_process import is_port_free
+from paceline._training.workers.processes.rank_environment import is_port_free
 from paceline.storage import CheckpointWriteError, storage_from
 
 # The workers cannot import the tests.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.master.api.master_routes import ASSETS_PATH
+from paceline._cluster.master.api.web_ui_files import ASSETS_PATH
 from paceline.client import Client, Experiment
 from paceline.client._http_session import read_master_file
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.master.api.master_routes import DOCUMENTATION_PATH
+from paceline._cluster.master.api.web_ui_files import DOCUMENTATION_PATH
 
 SEARCH_BUTTON = ".md-search__button"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli._interactive_commands import _Wish
+from paceline.cli._commands.interactive_commands import _Wish
 from paceline.client import ApiError
 
 # Keeps the headers that it is sent, and shows a page that tries the master's API by all means.

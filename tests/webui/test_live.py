@@ -13,7 +13,7 @@ import pytest
 from paceline._base.run_directory import RunInfo
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.master import Master
-from paceline._cluster.master.store.metric_series import Points
+from paceline._cluster.master.store.series_reader import Points
 from paceline._cluster.master.store.series_writer import store_columns
 
 expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect

@@ -8,9 +8,10 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from paceline._training.workers.joined_pool import JoinedPool
 from paceline._training.workers.process_pools import LocalPool
 from paceline._training.workers.ray.pool import RayPool
-from paceline._training.workers.worker_pools import InlinePool, JoinedPool, PendingCall, WorkerPool
+from paceline._training.workers.worker_pools import InlinePool, PendingCall, WorkerPool
 
 # Workers have another `__main__`.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -8,7 +8,7 @@ import pytest
 PROGRAM = """
 import atexit, os, sys, threading, time
 atexit.register(print, "registered before")
-from paceline._training.workers.worker_pools import skip_interpreter_shutdown
+from paceline._training.workers.joined_pool import skip_interpreter_shutdown
 skip_interpreter_shutdown()
 skip_interpreter_shutdown()
 atexit.register(print, "registered after")
@@ -71,7 +71,7 @@ def test_workers_of_our_own_end_by_themselves(
     code = """
 import sys
 from paceline._training.workers.run import call_in_workers
-from paceline._training.workers.worker_pools import skip_interpreter_shutdown
+from paceline._training.workers.joined_pool import skip_interpreter_shutdown
 def main():
     skip_interpreter_shutdown()
     return sys.exit.__name__

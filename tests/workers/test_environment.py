@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from paceline._base.process_and_network import PortReservation, num_cores
-from paceline._training.workers.processes.worker_process import (
+from paceline._training.workers.processes.rank_environment import (
     SHARDS_VARIABLE,
     NodeLayout,
     is_port_free,

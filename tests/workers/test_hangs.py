@@ -14,7 +14,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._base.exceptions import CollectiveMismatchError
 from paceline._training.workers import stuck_ranks
 from paceline._training.workers import worker_generation as _generation
 from paceline._training.workers.process_pools import LocalPool

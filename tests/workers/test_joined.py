@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline._training.workers.worker_pools import JoinedPool
+from paceline._training.workers.joined_pool import JoinedPool
 from paceline.core import RunState, list_runs
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -45,7 +45,7 @@ with pytorch.init(hparams={"global_batch_size": 8}, seed=3, resume="auto") as co
 """
 
 POOL_SCRIPT = """
-from paceline._training.workers.worker_pools import JoinedPool
+from paceline._training.workers.joined_pool import JoinedPool
 
 
 def whoami(base):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline._training.workers.processes.leftover_processes import kill_leftover
 from paceline._training.workers.processes.local_worker_group import LocalGroup
-from paceline._training.workers.processes.signals_and_leftovers import (
-    kill_leftover,
+from paceline._training.workers.processes.process_facts_and_signals import (
     living_members,
     read_process,
 )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline
-from paceline._base.process_and_network import join_colors, split_colors
+from paceline._base.terminal_text import join_colors, split_colors
 from paceline._training.workers.processes.worker_output import (
     LINE_CHARACTERS,
     LineSplitter,

@@ -11,7 +11,7 @@ import pytest
 
 from paceline._base.process_and_network import await_listener
 from paceline._training.workers.process_pools import LocalPool
-from paceline._training.workers.processes.worker_process import join_process_group
+from paceline._training.workers.processes.rank_environment import join_process_group
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

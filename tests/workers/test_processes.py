@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline._training.workers.processes.leftover_processes import kill_leftover
 from paceline._training.workers.processes.local_worker_group import LocalGroup
-from paceline._training.workers.processes.signals_and_leftovers import (
+from paceline._training.workers.processes.process_facts_and_signals import (
     has_pending_signal,
-    kill_leftover,
     read_process,
 )
 from paceline._training.workers.processes.worker_process import WorkerSpec

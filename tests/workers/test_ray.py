@@ -31,12 +31,12 @@ from paceline._training.workers.ray.cluster import (
     num_fitting,
     version_differences,
 )
-from paceline._training.workers.ray.host_process import (
+from paceline._training.workers.ray.pool import RayPool
+from paceline._training.workers.ray.script_sources import (
     pack_script_directory,
     script_directory_mark,
     unpack_script_directory,
 )
-from paceline._training.workers.ray.pool import RayPool
 from paceline._training.workers.worker_failures import (
     NodesDifferError,
     PlacementTimeoutError,

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._base.exceptions import CollectiveMismatchError
 from paceline._training.workers.worker_failures import (
     RemoteTraceback,
     RestartPolicy,

@@ -20,16 +20,15 @@ import pytest
 from paceline._training.workers.channels import ListenerAddress
 from paceline._training.workers.process_pools import LocalPool
 from paceline._training.workers.processes import templates
-from paceline._training.workers.processes.signals_and_leftovers import (
-    adopting_orphan_processes,
-    read_process,
-)
+from paceline._training.workers.processes.leftover_processes import adopting_orphan_processes
+from paceline._training.workers.processes.process_facts_and_signals import read_process
+from paceline._training.workers.processes.rank_environment import NodeLayout
 from paceline._training.workers.processes.templates import (
     ProgramStart,
     stop_templates,
     template_of_ranks,
 )
-from paceline._training.workers.processes.worker_process import NodeLayout, WorkerSpec
+from paceline._training.workers.processes.worker_process import WorkerSpec
 from paceline._training.workers.processes.worker_program import PROGRAM_FILE
 from paceline._training.workers.ray.host_process import HostOrder, warm_up
 from paceline._training.workers.worker_failures import WorkerFailedError
@@ -42,6 +41,12 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 RunPython = Callable[..., Any]
 WaitUntil = Callable[[Callable[[], object]], None]
 LONG_S = 600.0
+
+
+@pytest.fixture(autouse=True)
+def _is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have forks, also where all other tests run without them."""
+    monkeypatch.setenv("PACELINE_WARM", "1")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,8 +10,8 @@ from math import ceil
 from typing import Any, TextIO
 from unicodedata import combining, east_asian_width
 
-from paceline._base.process_and_network import terminal_text
 from paceline._base.progress_regions import MOST_AT_ONCE, Region, find_region
+from paceline._base.terminal_text import terminal_text
 
 UNITS = ("batches", "epochs", "records", "reports", "trials")
 COMPLETED = "completed"

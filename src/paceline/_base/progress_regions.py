@@ -11,7 +11,7 @@ from importlib import import_module
 from math import isfinite
 from typing import Any, TextIO
 
-from paceline._base.process_and_network import terminal_text
+from paceline._base.terminal_text import terminal_text
 
 SWITCH_VARIABLE = "PACELINE_PROGRESS"
 

@@ -18,7 +18,7 @@ from paceline._base.journal_records import SearchInputTaken, decode_value, encod
 from paceline.search._hyperparameter_space import Space
 from paceline.search._samplers import Observation
 from paceline.search._search import Search
-from paceline.search._search_method import (
+from paceline.search._search_messages import (
     Create,
     Exited,
     ExitReason,

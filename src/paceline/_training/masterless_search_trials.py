@@ -45,7 +45,7 @@ from paceline.search._samplers import (
     recalled_from,
 )
 from paceline.search._search import Search
-from paceline.search._search_method import Create, ExitReason, Input, Proposed, message_to_json
+from paceline.search._search_messages import Create, ExitReason, Input, Proposed, message_to_json
 
 if TYPE_CHECKING:
     from paceline._training.masterless_search import SearchStanding

@@ -9,21 +9,38 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline._base.process_and_network import TerminalStream
-from paceline.cli import (  # noqa: F401 - their imports add commands
-    _edit_and_compare_commands,
-    _file_commands,
+from paceline._base.terminal_text import TerminalStream
+from paceline.cli._commands import edit_and_compare_commands, file_commands  # noqa: F401 - their imports add commands
+from paceline.cli._commands.checkpoint_commands import checkpoint_app
+from paceline.cli._commands.create_command import init, preview_search, simulate_search
+from paceline.cli._commands.doctor_and_home_commands import backup, doctor, home_app, restore
+from paceline.cli._commands.experiment_commands import experiment_app
+from paceline.cli._commands.export_commands import export_runs, import_store
+from paceline.cli._commands.interactive_commands import notebook, open_task, shell, tensorboard
+from paceline.cli._commands.master_commands import down, status, up
+from paceline.cli._commands.mcp_command import mcp
+from paceline.cli._commands.model_commands import model_app
+from paceline.cli._commands.rule_commands import policy_app, storage_app, template_app
+from paceline.cli._commands.run_command import run
+from paceline.cli._commands.runner_and_pool_commands import pool_app, runner_app
+from paceline.cli._commands.runs_commands import runs_app, sync
+from paceline.cli._commands.slot_queue_and_quota_commands import (
+    notify_app,
+    queue_app,
+    quota_app,
+    slot_app,
 )
-from paceline.cli._backup_and_home_commands import backup, doctor, home_app, restore
-from paceline.cli._checkpoint_commands import checkpoint_app
+from paceline.cli._commands.trial_commands import trial_app
+from paceline.cli._commands.user_and_token_commands import (
+    audit,
+    login,
+    project_app,
+    token_app,
+    usage,
+    user_app,
+)
+from paceline.cli._commands.verify_resume_command import verify_resume
 from paceline.cli._console_output import print_answer, print_list
-from paceline.cli._create_command import init, preview_search, simulate_search
-from paceline.cli._experiment_commands import experiment_app
-from paceline.cli._export_commands import export_runs, import_store
-from paceline.cli._interactive_commands import notebook, open_task, shell, tensorboard
-from paceline.cli._master_commands import down, status, up
-from paceline.cli._mcp_command import mcp
-from paceline.cli._model_commands import model_app
 from paceline.cli._options_and_errors import (
     CaFile,
     CommandError,
@@ -38,21 +55,6 @@ from paceline.cli._options_and_errors import (
     report_error,
     trust,
 )
-from paceline.cli._rule_commands import policy_app, storage_app, template_app
-from paceline.cli._run_command import run
-from paceline.cli._runner_and_pool_commands import pool_app, runner_app
-from paceline.cli._runs_commands import runs_app, sync
-from paceline.cli._slot_queue_and_quota_commands import notify_app, queue_app, quota_app, slot_app
-from paceline.cli._trial_commands import trial_app
-from paceline.cli._user_and_token_commands import (
-    audit,
-    login,
-    project_app,
-    token_app,
-    usage,
-    user_app,
-)
-from paceline.cli._verify_resume_command import verify_resume
 
 examples_app = CommandGroup(help="List and copy the examples of Paceline.")
 

@@ -12,8 +12,8 @@ import typer
 
 from paceline._base.imports import flatten
 from paceline._base.journal_records import decode_value
-from paceline._base.process_and_network import escape_in_json, terminal_text
 from paceline._base.progress_display import format_duration
+from paceline._base.terminal_text import escape_in_json, terminal_text
 from paceline.cli._options_and_errors import (
     check_fields,
     chosen_fields,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline._base.process_and_network import join_colors, terminal_text
 from paceline._base.progress_display import format_duration
+from paceline._base.terminal_text import join_colors, terminal_text
 from paceline._cluster.messages.states import ExperimentState
 from paceline.cli._console_output import (
     console,

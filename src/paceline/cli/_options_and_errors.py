@@ -20,8 +20,8 @@ from paceline._base.arguments_and_errors import wrong_value_text
 from paceline._base.files import DamagedSecretError, read_secret
 
 if TYPE_CHECKING:
+    from paceline.client._checkpoint import Checkpoint
     from paceline.client._client import Client
-    from paceline.client._model_registry import Checkpoint
 
 
 _TIMEOUT_S = 0.5

@@ -5,6 +5,7 @@ names (`PACELINE_HOME`, or `PACELINE_MASTER` with `PACELINE_TOKEN`); `Client` na
 """
 
 from paceline._base.imports import show_public_errors
+from paceline.client._checkpoint import Checkpoint, DownloadMode
 from paceline.client._client import (
     Client,
     checkpoint,
@@ -25,7 +26,6 @@ from paceline.client._http_session import (
     MasterUnreachableError,
     NoCheckpointError,
 )
-from paceline.client._model_registry import Checkpoint, DownloadMode
 
 __all__ = [
     "ApiError",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from paceline.client import _late_models as models
+from paceline.client._checkpoint import Checkpoint
 from paceline.client._event_stream import EventStream
 from paceline.client._experiment_and_trial import Experiment, Trial
 from paceline.client._experiment_lineage import upload_code
@@ -21,7 +22,7 @@ from paceline.client._http_session import (
     home_directory,
 )
 from paceline.client._interactive_streams import InteractiveClient
-from paceline.client._model_registry import Checkpoint, RegistryClient
+from paceline.client._model_registry import RegistryClient
 from paceline.client._projects_and_rules import ProjectClient, load_given_config
 
 if TYPE_CHECKING:
@@ -812,7 +813,7 @@ def _submitted_text(config: "ExperimentConfig | dict[str, Any] | str | Path") ->
 
 
 def _check_lock(directory: Path) -> None:
-    from paceline._cluster.runner.attempt_preparation_and_end import LOCK_NAME, missing_lock
+    from paceline._cluster.runner.attempt_preparation import LOCK_NAME, missing_lock
     from paceline.client._http_session import ContextError
 
     if not (directory / LOCK_NAME).is_file():

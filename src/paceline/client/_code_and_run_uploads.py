@@ -20,12 +20,10 @@ from paceline._base.process_and_network import integer_setting
 from paceline._base.run_directory import (
     MAX_SMALL_BYTES,
     REFUSED_FILE_STATUSES,
-    FileShipping,
     JournalKey,
-    LostFileError,
     RunDirectory,
-    RunTail,
 )
+from paceline._base.run_tail_and_files import FileShipping, LostFileError, RunTail
 from paceline.client._http_session import ApiError, ContextError, MasterUnreachableError
 
 if TYPE_CHECKING:

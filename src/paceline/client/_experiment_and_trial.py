@@ -12,6 +12,7 @@ from zlib import crc32
 
 from paceline._base.imports import DataFrames, Rows, flatten, html_table, metric_rows
 from paceline.client import _late_models as models
+from paceline.client._checkpoint import Checkpoint, check_new_directory
 from paceline.client._event_stream import EventStream
 from paceline.client._experiment_lineage import (
     ROLES,
@@ -29,7 +30,6 @@ from paceline.client._http_session import (
     NoCheckpointError,
     checked_key,
 )
-from paceline.client._model_registry import Checkpoint, check_new_directory
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.states import ExperimentState, ShownState, TrialState

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from paceline._base.arguments_and_errors import PicklableError
+from paceline._base.exceptions import PicklableError
 from paceline._base.files import DamagedSecretError, NotRegularFileError, read_regular, read_secret
 from paceline._base.journal_records import check_seal
 from paceline._base.process_and_network import LOOPBACK_HOSTS, await_listener

@@ -26,7 +26,7 @@ from paceline.config._fields_and_problems import (
     refused,
     text_field,
 )
-from paceline.storage._checkpoint_storage import added_schemes, is_added_scheme, scheme_of
+from paceline.storage._storage_from_url import added_schemes, is_added_scheme, scheme_of
 
 if TYPE_CHECKING:
     pass

@@ -20,10 +20,10 @@ from paceline._base.arguments_and_errors import (
     AGE_PATTERN,
     SIZE_FORMS,
     SIZE_PATTERN,
-    PicklableError,
     bytes_of,
     seconds_of,
 )
+from paceline._base.exceptions import PicklableError
 
 _LONGEST_VALUE = 120
 

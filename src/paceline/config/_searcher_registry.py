@@ -28,12 +28,7 @@ from paceline.config._fields_and_problems import (
     split_length,
     without_effect,
 )
-from paceline.config._searcher_section import (
-    AnySampler,
-    Searcher,
-    sampler_field,
-    searcher_schema,
-)
+from paceline.config._searcher_section import AnySampler, Searcher, sampler_field, searcher_schema
 
 if TYPE_CHECKING:
     from paceline.search._search_method import SearchConfig
@@ -89,7 +84,7 @@ class SingleSearcher(_WholeTrials):
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
-        from paceline.search._search_method import SingleConfig
+        from paceline.search._grid_random_single import SingleConfig
 
         return SingleConfig(**self._of(), max_length=self.length)
 
@@ -107,7 +102,7 @@ class RandomSearcher(_WholeTrials):
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
-        from paceline.search._search_method import RandomConfig
+        from paceline.search._grid_random_single import RandomConfig
 
         common = self._of("max_trials", "max_concurrent_trials")
         return RandomConfig(**common, max_length=self.length)
@@ -126,7 +121,7 @@ class GridSearcher(_WholeTrials):
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
-        from paceline.search._search_method import GridConfig
+        from paceline.search._grid_random_single import GridConfig
 
         return GridConfig(**self._of("max_concurrent_trials"), max_length=self.length)
 

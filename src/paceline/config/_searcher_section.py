@@ -25,7 +25,8 @@ from paceline.config._fields_and_problems import (
 
 if TYPE_CHECKING:
     from paceline.search._samplers import SamplerSpec
-    from paceline.search._search_method import Limited, SearchConfig
+    from paceline.search._search_messages import Limited
+    from paceline.search._search_method import SearchConfig
 
 
 REMOVED_SEARCHERS = {
@@ -135,7 +136,7 @@ class SearchLimits(Section):
 
     def as_input(self) -> "Limited":
         """Return the limits as an input of the search."""
-        from paceline.search._search_method import Limited
+        from paceline.search._search_messages import Limited
 
         return Limited(**self.model_dump())
 

@@ -1,28 +1,25 @@
 """API for any training script: metrics, checkpoints, preemption, search, several ranks."""
 
-from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._base.exceptions import CollectiveMismatchError
 from paceline._base.imports import show_public_errors
 from paceline._base.run_directory import TrialInfo
-from paceline.core._arguments import (
+from paceline.core._arguments import DownloadMode, EarlyExitReason, PreemptMode, TensorboardMode
+from paceline.core._checkpoint_context import CheckpointContext
+from paceline.core._cluster_info import ClusterInfo, get_cluster_info
+from paceline.core._core_context import Context, init
+from paceline.core._distributed_context import DistributedContext
+from paceline.core._exceptions import (
     DistributedError,
     DistributedPeerError,
     DistributedTimeoutError,
-    DownloadMode,
-    EarlyExitReason,
     InvalidHP,
     NonFiniteError,
     NotOfferedError,
     PreemptedError,
-    PreemptMode,
-    TensorboardMode,
 )
-from paceline.core._checkpoint_context import CheckpointContext
-from paceline.core._core_context import Context, init
-from paceline.core._distributed_context import DistributedContext
 from paceline.core._launcher_place import launched_place
 from paceline.core._media import MediaReports, MediaRow, read_media
 from paceline.core._preemption_and_search import PreemptContext, SearcherContext, SearcherOperation
-from paceline.core._process_environment import ClusterInfo, get_cluster_info
 from paceline.core._profiler_context import ProfilerContext
 from paceline.core._read_runs import (
     MetricsRow,
@@ -35,7 +32,7 @@ from paceline.core._read_runs import (
     summarize_run,
     time_shares_of_run,
 )
-from paceline.core._trackers_and_tensorboard import MetricPoint, TrackedRun, Tracker, TrackingGroup
+from paceline.core._trackers import MetricPoint, TrackedRun, Tracker, TrackingGroup
 from paceline.core._train_context import TrainContext
 
 __all__ = [

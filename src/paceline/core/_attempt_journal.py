@@ -13,7 +13,7 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any, Literal
 
-from paceline._base.arguments_and_errors import text_of
+from paceline._base.exceptions import text_of
 from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import (
     DIVERGED,
@@ -31,19 +31,18 @@ from paceline._base.run_directory import (
     JournalKey,
     RunDirectory,
 )
-from paceline.core._arguments import (
+from paceline.core._arguments import EarlyExitReason, Outcome
+from paceline.core._exceptions import (
     DistributedPeerError,
-    EarlyExitReason,
     GivenUpError,
     InvalidHP,
     NonFiniteError,
-    Outcome,
     PreemptedError,
 )
 from paceline.core._process_environment import describe_environment
 from paceline.core._read_runs import summarize_run
 from paceline.core._run_opening import OpenedRun
-from paceline.storage._checkpoint_files import failing_store_of
+from paceline.storage._checkpoint_errors import failing_store_of
 
 logger = logging.getLogger(__name__)
 

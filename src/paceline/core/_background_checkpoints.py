@@ -17,7 +17,7 @@ from paceline._base.process_and_network import join, wait_until
 from paceline._base.run_directory import RunDirectory
 from paceline.core._attempt_journal import send_run_event
 from paceline.core._run_storage import new_run_uuid, run_origin
-from paceline.storage._checkpoint_files import (
+from paceline.storage._checkpoint_errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointWriteError,

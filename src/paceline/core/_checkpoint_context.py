@@ -38,14 +38,12 @@ from paceline.core._run_storage import (
     new_run_uuid,
     rank_source,
 )
-from paceline.storage._checkpoint_files import (
+from paceline.storage._checkpoint_errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    Selector,
-    copy_files,
     failing_store_of,
-    glob_selector,
 )
+from paceline.storage._checkpoint_files import Selector, copy_files, glob_selector
 from paceline.storage._checkpoint_storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)

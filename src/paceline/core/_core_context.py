@@ -10,10 +10,10 @@ from typing import Any
 from weakref import WeakSet
 
 from paceline import faults
-from paceline._base.arguments_and_errors import text_of
+from paceline._base.exceptions import text_of
 from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory
-from paceline.core._arguments import InvalidHP, Outcome, PreemptMode, TensorboardMode
+from paceline.core._arguments import Outcome, PreemptMode, TensorboardMode
 from paceline.core._attempt_journal import (
     ScriptTimes,
     begin_journal,
@@ -25,7 +25,9 @@ from paceline.core._attempt_journal import (
     send_run_event,
 )
 from paceline.core._checkpoint_context import CheckpointContext
+from paceline.core._cluster_info import ClusterInfo, cluster_info_of
 from paceline.core._distributed_context import DistributedContext
+from paceline.core._exceptions import InvalidHP
 from paceline.core._node_memory import resumed_from_nodes, run_memory_storage
 from paceline.core._preemption_and_search import (
     ControlFile,
@@ -33,17 +35,13 @@ from paceline.core._preemption_and_search import (
     SearchDecision,
     SearcherContext,
 )
-from paceline.core._process_environment import ClusterInfo, apply_determinism, cluster_info_of
+from paceline.core._process_environment import apply_determinism
 from paceline.core._profiler_context import ProfilerContext
 from paceline.core._read_runs import run_storage
 from paceline.core._run_opening import OpenedRun, open_run
 from paceline.core._run_storage import GivenStorage, NodeStorage, check_given_storage, given_storage
-from paceline.core._trackers_and_tensorboard import (
-    TensorboardFiles,
-    Tracker,
-    TrackingGroup,
-    as_trackers,
-)
+from paceline.core._tensorboard_files import TensorboardFiles
+from paceline.core._trackers import Tracker, TrackingGroup, as_trackers
 from paceline.core._train_context import (
     RunFeedback,
     TrainContext,

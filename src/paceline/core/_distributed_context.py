@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
-from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._base.exceptions import CollectiveMismatchError
 from paceline._base.process_and_network import LOOPBACK, PortReservation
 from paceline.core._key_value_store import KeyValueStore
 from paceline.core._launcher_place import LaunchedPlace, launched_place

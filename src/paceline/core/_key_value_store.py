@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from paceline._base.arguments_and_errors import text_of
+from paceline._base.exceptions import text_of
 from paceline._base.process_and_network import LOOPBACK, await_listener, with_available_store
-from paceline.core._arguments import DistributedError, DistributedPeerError, DistributedTimeoutError
+from paceline.core._exceptions import (
+    DistributedError,
+    DistributedPeerError,
+    DistributedTimeoutError,
+)
 
 _IS_LINUX = sys.platform == "linux"
 

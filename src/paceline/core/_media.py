@@ -13,7 +13,8 @@ from paceline import faults
 from paceline._base.files import write_atomically
 from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.journal_records import MediaFile, MediaReported, RecordLost
-from paceline._base.run_directory import MEDIA_MARK, RunDirectory, check_file_path
+from paceline._base.run_directory import RunDirectory, check_file_path
+from paceline._base.run_tail_and_files import MEDIA_MARK
 from paceline.core._arguments import checked_steps, rank_group
 from paceline.core._media_encoding import (
     MAX_FILE_BYTES,

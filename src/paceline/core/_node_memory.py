@@ -16,7 +16,6 @@ from typing import Any
 
 from paceline import faults
 from paceline._base.run_directory import RunDirectory
-from paceline.core._arguments import DistributedError
 from paceline.core._background_checkpoints import (
     NEWEST_REPORT,
     CheckpointParts,
@@ -24,13 +23,13 @@ from paceline.core._background_checkpoints import (
     delete_others,
 )
 from paceline.core._distributed_context import DistributedContext
+from paceline.core._exceptions import DistributedError
 from paceline.core._read_runs import read_history
 from paceline.core._run_opening import OpenedRun, steps_up_to
 from paceline.core._run_storage import NodeStorage, memory_storage
+from paceline.storage._checkpoint_errors import CheckpointError, CheckpointWriteError
 from paceline.storage._checkpoint_files import (
     MANIFEST_NAME,
-    CheckpointError,
-    CheckpointWriteError,
     Manifest,
     check_file_names,
     decode_manifest,

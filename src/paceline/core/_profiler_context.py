@@ -14,7 +14,7 @@ from paceline._base.journal_records import encode_metrics
 from paceline.core._arguments import rank_group
 from paceline.core._attempt_journal import record_metrics
 from paceline.core._distributed_context import DistributedContext
-from paceline.core._trackers_and_tensorboard import TensorboardFiles
+from paceline.core._tensorboard_files import TensorboardFiles
 
 logger = logging.getLogger(__name__)
 

@@ -36,13 +36,14 @@ from paceline._base.run_directory import (
     RunInfo,
     RunVersionError,
 )
-from paceline.storage._checkpoint_files import (
+from paceline.storage._checkpoint_errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     StorageNotInstalledError,
 )
-from paceline.storage._checkpoint_storage import CheckpointStorage, storage_from
+from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._directory_storage import DirectoryStorage
+from paceline.storage._storage_from_url import storage_from
 
 logger = logging.getLogger(__name__)
 

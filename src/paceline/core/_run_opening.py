@@ -24,7 +24,11 @@ from paceline._base.run_directory import (
     RunInfo,
 )
 from paceline.core._arguments import checked_labels, drawn_seed, recordable, warn_changed_hparams
-from paceline.core._process_environment import master_to_report_to, reporting, sending_heartbeats
+from paceline.core._heartbeats_and_live_reports import (
+    master_to_report_to,
+    reporting,
+    sending_heartbeats,
+)
 from paceline.core._read_runs import (
     RUNS_DIRECTORY,
     History,
@@ -38,8 +42,9 @@ from paceline.core._read_runs import (
     run_storage,
 )
 from paceline.core._run_storage import discard_unfinished, newest_in_memory
-from paceline.storage._checkpoint_storage import CheckpointStorage, checkpoint_at, storage_from
+from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._directory_storage import DirectoryStorage
+from paceline.storage._storage_from_url import checkpoint_at, storage_from
 
 logger = logging.getLogger(__name__)
 

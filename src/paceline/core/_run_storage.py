@@ -11,29 +11,25 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from uuid import uuid4
 
-from paceline._base.arguments_and_errors import text_of
+from paceline._base.exceptions import text_of
 from paceline._base.files import write_atomically
 from paceline._base.run_directory import RunDirectory, RunInfo
 from paceline._base.run_memory import own_run_memory
-from paceline.core._arguments import DistributedPeerError
 from paceline.core._distributed_context import DistributedContext
+from paceline.core._exceptions import DistributedPeerError
 from paceline.core._launcher_place import launched_place
 from paceline.core._read_runs import moved_storage, read_checkpoints
+from paceline.storage._checkpoint_errors import CheckpointError
 from paceline.storage._checkpoint_files import (
-    CheckpointError,
     Selector,
     ShardDone,
     decode_done,
     done_name,
     origin_of,
 )
-from paceline.storage._checkpoint_storage import (
-    CheckpointStorage,
-    check_uuid,
-    new_uuid,
-    storage_from,
-)
+from paceline.storage._checkpoint_storage import CheckpointStorage, check_uuid, new_uuid
 from paceline.storage._directory_storage import DirectoryStorage
+from paceline.storage._storage_from_url import storage_from
 
 logger = logging.getLogger(__name__)
 

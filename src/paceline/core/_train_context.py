@@ -67,7 +67,7 @@ from paceline.core._media import MediaReports
 from paceline.core._preemption_and_search import ControlFile, SearchDecision
 from paceline.core._read_runs import RUNS_DIRECTORY, last_steps, read_history, standing_metrics
 from paceline.core._run_opening import RESUME_VARIABLE, OpenedRun, run_name
-from paceline.core._trackers_and_tensorboard import PathMangler, PathSelector, TensorboardFiles
+from paceline.core._tensorboard_files import PathMangler, PathSelector, TensorboardFiles
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from paceline._training.workers.worker_failures import (
     WorkerFailedError,
     WorkersLostError,
 )
-from paceline.core._arguments import NonFiniteError
+from paceline.core._exceptions import NonFiniteError
 from paceline.creators._creator_arguments import BATCH_SIZE, HookWorker
-from paceline.creators._passes_and_states import Pass
+from paceline.creators._passes import Pass
 from paceline.creators._pytorch_trainer import PyTorchTrainer
-from paceline.storage._checkpoint_files import CheckpointCorruptError
+from paceline.storage._checkpoint_errors import CheckpointCorruptError
 
 __all__ = [
     "BATCH_SIZE",

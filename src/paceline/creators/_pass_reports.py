@@ -24,7 +24,7 @@ from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline._training.engine.profiling import StepTimer
 from paceline._training.engine.weighted_means import WeightedMeans
 from paceline._training.workers.worker_failures import StepsDifferError
-from paceline.core._arguments import NonFiniteError, Outcome
+from paceline.core._arguments import Outcome
 from paceline.core._attempt_journal import (
     CHECKPOINT,
     LOST,
@@ -40,6 +40,7 @@ from paceline.core._attempt_journal import (
 )
 from paceline.core._core_context import has_context
 from paceline.core._distributed_context import DistributedContext
+from paceline.core._exceptions import NonFiniteError
 from paceline.core._run_opening import RESUME_VARIABLE, next_run_number, open_run
 from paceline.core._train_context import RunFeedback, alert_of, ending_of, log_alert
 

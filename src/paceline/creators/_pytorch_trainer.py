@@ -24,7 +24,7 @@ from paceline._training.workers.workers import ElasticLimits, Workers
 from paceline.core._attempt_journal import VALIDATION
 from paceline.core._run_opening import local_directory
 from paceline.core._run_storage import GivenStorage, given_storage
-from paceline.core._trackers_and_tensorboard import as_trackers
+from paceline.core._trackers import as_trackers
 from paceline.creators._creator_arguments import (
     ReplicaPassOrder,
     ReplicaSpec,
@@ -37,7 +37,7 @@ from paceline.creators._creator_arguments import (
     make_replica_spec,
 )
 from paceline.creators._pass_reports import PassRecord, PassResult, reduced_statistics, shown_pass
-from paceline.creators._passes_and_states import (
+from paceline.creators._pass_states import (
     KeptState,
     MemoryFile,
     checked_pass_state,

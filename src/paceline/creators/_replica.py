@@ -20,18 +20,15 @@ from paceline._training.engine.checkpoints.sharded_tensor_pieces import (
     take_sharded_tensor_pieces,
     whole_model,
 )
-from paceline._training.engine.devices import (
-    Precision,
-    all_parameters,
-    suitable_backend,
-    use_own_device,
-)
+from paceline._training.engine.devices import suitable_backend, use_own_device
 from paceline._training.engine.fsdp_and_tensor_parallel import check_whole
-from paceline._training.engine.gradient_sync import GradientSync
+from paceline._training.engine.own_loop_gradients import GradientSync
+from paceline._training.engine.precision import Precision
 from paceline._training.engine.rank_differences import RankCheck, check_same_data, compare_in_group
+from paceline._training.engine.tensor_copies_and_digests import all_parameters
 from paceline._training.engine.verify_steps import StepReplay
 from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
-from paceline._training.workers.processes.worker_process import join_process_group
+from paceline._training.workers.processes.rank_environment import join_process_group
 from paceline.creators._creator_arguments import (
     GivenParameters,
     HookWorker,
@@ -40,9 +37,8 @@ from paceline.creators._creator_arguments import (
     call_hook,
     call_with,
     check_gpu,
-    train_one_model,
-    validate_one_model,
 )
+from paceline.creators._default_functions import train_one_model, validate_one_model
 from paceline.creators._pass_reports import (
     LocalMeans,
     NotedProgress,
@@ -51,19 +47,18 @@ from paceline.creators._pass_reports import (
     StepTimes,
     measured_pass,
 )
-from paceline.creators._passes_and_states import (
+from paceline.creators._pass_states import read_parts, write_part
+from paceline.creators._passes import (
     DataPosition,
     Pass,
     creators_config,
     data_position_in,
     make_replica_loaders,
-    read_parts,
-    write_part,
 )
 from paceline.data._order_and_random_generators import isolated_randomness, seed_everything
 from paceline.data._sharded_loader import WorkerBatch
 from paceline.data._torch_loaders import release_device_memory
-from paceline.storage._checkpoint_files import STATE_VERSION
+from paceline.storage._checkpoint_errors import STATE_VERSION
 
 logger = logging.getLogger(__name__)
 

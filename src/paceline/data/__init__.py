@@ -4,15 +4,15 @@ Importing this loads no torch.
 """
 
 from paceline._base.imports import show_public_errors
-from paceline.data._dataset import Dataset, read, read_images, write_index
-from paceline.data._sample_sources import (
+from paceline.data._data_errors import (
     DataChangedError,
     DataError,
     DataFormatError,
     DataNotFoundError,
-    collate_samples,
-    stream_pieces,
 )
+from paceline.data._dataset import Dataset, read, read_images, write_index
+from paceline.data._default_batches import collate_samples
+from paceline.data._stream_pieces import stream_pieces
 
 __all__ = [
     "DataChangedError",

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from paceline._base.arguments_and_errors import check_function
 from paceline._base.imports import html_table
+from paceline.data._data_errors import DataError, DataNotFoundError
 from paceline.data._order_and_read_plan import Plan, Reader
 from paceline.data._sample_sources import (
-    DataError,
-    DataNotFoundError,
     FilteredSamples,
     MapBatchesStage,
     MapSamplesStage,
@@ -25,15 +24,14 @@ from paceline.data._sample_sources import (
     Source,
     Stage,
     StagedSource,
-    StreamPieces,
     is_iterable_only,
     range_of,
     split_into_folds,
     split_into_parts,
     split_sizes,
-    stream_pieces,
     worker_part,
 )
+from paceline.data._stream_pieces import StreamPieces, stream_pieces
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,9 @@ import msgspec
 import numpy as np
 import xxhash
 
+from paceline.data._data_errors import DataFormatError, DataNotFoundError
 from paceline.data._file_locations import DirectoryLocation, FileLocation, FoundFile
-from paceline.data._sample_sources import DataFormatError, DataNotFoundError, Source
+from paceline.data._sample_sources import Source
 
 logger = logging.getLogger(__name__)
 
@@ -451,7 +452,7 @@ def open_image(content: bytes, name: str) -> Iterator[Any]:
     """
     from PIL import Image
 
-    from paceline.data._sample_sources import DataFormatError
+    from paceline.data._data_errors import DataFormatError
 
     try:
         with Image.open(io.BytesIO(content)) as image:

@@ -19,14 +19,14 @@ from urllib.parse import unquote, urlsplit
 
 from paceline._base.files import open_regular_below, opened_directory, read_limited, replacing_below
 from paceline._base.process_and_network import sleep, wait_until
-from paceline.data._sample_sources import DataChangedError, DataError, DataNotFoundError
-from paceline.storage._checkpoint_files import (
+from paceline.data._data_errors import DataChangedError, DataError, DataNotFoundError
+from paceline.storage._checkpoint_errors import (
     CheckpointCorruptError,
     CheckpointError,
     StorageNotInstalledError,
 )
-from paceline.storage._checkpoint_storage import storage_from
-from paceline.storage._object_storage import ObjectStorage
+from paceline.storage._object_storage_base import ObjectStorage
+from paceline.storage._storage_from_url import storage_from
 from paceline.storage._uploads import seconds_from
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset
 
-from paceline._base.arguments_and_errors import add_note, mix_seed, text_of
+from paceline._base.arguments_and_errors import mix_seed
+from paceline._base.exceptions import add_note, text_of
 
 
 def shuffled_indices(num_samples: int, seed: int, epoch: int) -> Sequence[int]:

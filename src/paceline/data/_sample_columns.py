@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from paceline.data._sample_sources import collate_samples
+from paceline.data._default_batches import collate_samples
 
 _DTYPES = {
     getattr(pa, name)(): np.dtype(name)

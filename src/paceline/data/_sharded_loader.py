@@ -27,6 +27,7 @@ from torch.utils.data import (
 )
 
 from paceline._base.arguments_and_errors import mix_seed
+from paceline.data._default_batches import collate_samples
 from paceline.data._order_and_random_generators import (
     CutIndices,
     EpochOrder,
@@ -37,9 +38,9 @@ from paceline.data._order_and_random_generators import (
     shuffled_indices,
     without_rest,
 )
-from paceline.data._sample_sources import collate_samples, stream_pieces
 from paceline.data._sharded_streams import PartitionedStream, StreamBatch, WholeStream
-from paceline.storage._checkpoint_files import CheckpointMismatchError
+from paceline.data._stream_pieces import stream_pieces
+from paceline.storage._checkpoint_errors import CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from paceline.data._order_and_random_generators import (
     seed_everything,
     shuffled_indices,
 )
-from paceline.data._sample_sources import StreamPieces
+from paceline.data._stream_pieces import StreamPieces
 from paceline.data._torch_loaders import data_length
-from paceline.storage._checkpoint_files import CheckpointMismatchError
+from paceline.storage._checkpoint_errors import CheckpointMismatchError
 
 
 class PartitionBatch(NamedTuple):

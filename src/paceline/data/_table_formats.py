@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import xxhash
 from pyarrow import csv
 
+from paceline.data._data_errors import DataError
 from paceline.data._file_index_and_format import (
     DataFile,
     FileChunk,
@@ -23,7 +24,6 @@ from paceline.data._file_index_and_format import (
     IndexedFile,
 )
 from paceline.data._sample_columns import table_columns
-from paceline.data._sample_sources import DataError
 
 _TAIL_BYTES = 64 * 1024
 # A file of one row group is read by one request, footer and all, up to this size.

@@ -22,8 +22,10 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from paceline._base.arguments_and_errors import check_count
 from paceline._base.process_and_network import num_cores
 from paceline.data._dataset import Stream
+from paceline.data._default_batches import collate_samples
 from paceline.data._file_index_and_format import IMAGES, Encoded, decode, decoded_sample, open_image
-from paceline.data._sample_sources import SamplesInMemory, Source, StreamPieces, collate_samples
+from paceline.data._sample_sources import SamplesInMemory, Source
+from paceline.data._stream_pieces import StreamPieces
 
 logger = logging.getLogger(__name__)
 

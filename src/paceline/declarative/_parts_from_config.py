@@ -20,12 +20,13 @@ from paceline import core, pytorch
 from paceline._training.engine.checkpoints.weight_exports import require_onnx
 from paceline._training.engine.devices import join_ranks
 from paceline._training.engine.fsdp_and_tensor_parallel import clipping
-from paceline._training.engine.gradient_reduction import OverlappedAllReduce, join_horovod
+from paceline._training.engine.gradient_reduction import OverlappedAllReduce
+from paceline._training.engine.horovod_reduction import join_horovod
 from paceline._training.engine.optimizer_stepper import ClipGrads
 from paceline.declarative._config_object import ParallelizationConfig, TrainingConfig
 from paceline.declarative._losses import LossPlan, MarginLoss, Prediction
 from paceline.declarative._saved_outputs import Outputs
-from paceline.pytorch._trainer import searched_length, searcher_of
+from paceline.pytorch._fit_arguments import searched_length, searcher_of
 
 logger = logging.getLogger(__name__)
 

@@ -21,13 +21,10 @@ from paceline._training.engine.checkpoints.weight_exports import export_onnx
 from paceline.core._distributed_context import DistributedContext
 from paceline.declarative._losses import LossTracker
 from paceline.declarative._training_step import Step
-from paceline.storage._checkpoint_files import CheckpointError
-from paceline.storage._checkpoint_storage import (
-    CheckpointStorage,
-    Kept,
-    RetentionRules,
-    storage_from,
-)
+from paceline.storage._checkpoint_errors import CheckpointError
+from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.storage._retention_rules import Kept, RetentionRules
+from paceline.storage._storage_from_url import storage_from
 
 logger = logging.getLogger(__name__)
 

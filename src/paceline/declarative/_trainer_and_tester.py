@@ -19,7 +19,7 @@ import paceline
 from paceline import LOG_FORMAT, pytorch
 from paceline.config._fields_and_problems import ConfigError
 from paceline.config._read_yaml import apply_overrides, parse_yaml
-from paceline.core._arguments import NonFiniteError
+from paceline.core._exceptions import NonFiniteError
 from paceline.core._launcher_place import launched_place
 from paceline.core._run_opening import run_name
 from paceline.data._torch_loaders import to_device
@@ -29,7 +29,7 @@ from paceline.declarative._config_values import ObjectFinder
 from paceline.declarative._losses import LossTracker
 from paceline.declarative._saved_outputs import load_weights
 from paceline.declarative._training_step import collate_of, form_of
-from paceline.pytorch._trainer import is_test_mode
+from paceline.pytorch._fit_arguments import is_test_mode
 from paceline.pytorch._training_loop import DrivenLoop
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Subset
 
 from paceline import pytorch
 from paceline._training.engine.optimizer_stepper import ClipGrads
+from paceline.data._default_batches import collate_samples
 from paceline.data._order_and_random_generators import note_samples
-from paceline.data._sample_sources import collate_samples
 from paceline.declarative._config_object import TrainingConfig
 from paceline.declarative._losses import LossPlan, Prediction
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline._base.imports import required_library
 from paceline.core._arguments import Outcome
-from paceline.core._trackers_and_tensorboard import MetricPoint, TrackedRun, Tracker
+from paceline.core._trackers import MetricPoint, TrackedRun, Tracker
 
 _STATUS = {Outcome.COMPLETED: "FINISHED", Outcome.PREEMPTED: "KILLED"}
 _RUN_TAG = "paceline.run_id"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline._training.workers.process_pools import WorkerCommand, WorkerVariables
-from paceline._training.workers.processes.signals_and_leftovers import LEAST_HEARTBEAT_TIMEOUT_S
+from paceline._training.workers.processes.leftover_processes import LEAST_HEARTBEAT_TIMEOUT_S
 from paceline._training.workers.processes.worker_program import PROGRAM_FILE
 
 USAGE = """\

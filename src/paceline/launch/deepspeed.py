@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline._training.workers.process_pools import WorkerVariables
-from paceline._training.workers.processes.worker_process import NodeLayout
+from paceline._training.workers.processes.rank_environment import NodeLayout
 from paceline.launch._launcher_arguments import Backend, LaunchOptions, check_installed
 from paceline.launch.torch_distributed import launch
 

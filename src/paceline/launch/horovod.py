@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from paceline._training.workers.process_pools import WorkerVariables
-from paceline._training.workers.processes.worker_process import HorovodRendezvous
+from paceline._training.workers.processes.rank_environment import HorovodRendezvous
 from paceline.launch._launcher_arguments import (
     Backend,
     LaunchArgumentError,

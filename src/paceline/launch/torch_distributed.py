@@ -11,21 +11,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._base.exceptions import CollectiveMismatchError
 from paceline._base.gpus import num_visible_gpus
-from paceline._base.process_and_network import LOOPBACK, PortReservation, join_colors, num_cores
+from paceline._base.process_and_network import LOOPBACK, PortReservation, num_cores
 from paceline._base.run_memory import run_memory
+from paceline._base.terminal_text import join_colors
 from paceline._training.workers.launch_nodes import LaunchNodes
 from paceline._training.workers.process_pools import ProgramPool, WorkerCommand, WorkerVariables
-from paceline._training.workers.processes.signals_and_leftovers import sweeping_after_kill
-from paceline._training.workers.processes.template_client import Template
-from paceline._training.workers.processes.templates import template_of_ranks
-from paceline._training.workers.processes.worker_output import OutputLine
-from paceline._training.workers.processes.worker_process import (
+from paceline._training.workers.processes.leftover_processes import sweeping_after_kill
+from paceline._training.workers.processes.rank_environment import (
     SHARDS_VARIABLE,
     NodeLayout,
     is_port_free,
 )
+from paceline._training.workers.processes.template_client import Template
+from paceline._training.workers.processes.templates import template_of_ranks
+from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.run import LAUNCH_HINT, LaunchRun
 from paceline._training.workers.worker_failures import (
     OUTPUT_IS,

@@ -11,11 +11,12 @@ from paceline._training.engine.checkpoints.weights_from_checkpoints import (
     load_weights,
 )
 from paceline._training.engine.fsdp_and_tensor_parallel import clip_grad_norm_
+from paceline._training.engine.lr_schedulers import LRScheduler
 from paceline._training.engine.metric_reducers import MetricReducer, Reducer
-from paceline._training.engine.schedules import Batch, Epoch, LRScheduler, Record, TrainUnit
+from paceline._training.engine.schedules import Batch, Epoch, Record, TrainUnit
 from paceline._training.engine.weighted_means import KeySetError
 from paceline._training.workers.worker_failures import RanksDifferError, StepsDifferError
-from paceline.core._arguments import NonFiniteError
+from paceline.core._exceptions import NonFiniteError
 from paceline.data._torch_loaders import TorchData, to_device
 from paceline.pytorch import samplers
 from paceline.pytorch._batch_inference import TorchBatchProcessor, torch_batch_process
@@ -32,7 +33,7 @@ from paceline.pytorch._trial_and_context import (
     PyTorchTrial,
     PyTorchTrialContext,
 )
-from paceline.storage._checkpoint_files import CheckpointMismatchError
+from paceline.storage._checkpoint_errors import CheckpointMismatchError
 
 __all__ = [
     "Batch",

@@ -14,18 +14,21 @@ from paceline import core
 from paceline._base.arguments_and_errors import check_count, count, ranks_to_check
 from paceline._training.engine.checkpoints.capture_and_restore import load_models
 from paceline._training.engine.checkpoints.state_format import read_training, read_weights
-from paceline._training.engine.devices import Precision, join_ranks
-from paceline._training.engine.gradient_reduction import DataParallel, join_horovod
+from paceline._training.engine.devices import join_ranks
+from paceline._training.engine.gradient_reduction import DataParallel
+from paceline._training.engine.horovod_reduction import join_horovod
 from paceline._training.engine.model_preparation import is_on_meta, materialize
-from paceline._training.workers.processes.worker_process import launcher_shards
+from paceline._training.engine.precision import Precision
+from paceline._training.workers.processes.rank_environment import launcher_shards
 from paceline._training.workers.run import call_in_workers
 from paceline.core._launcher_place import launched_place
 from paceline.data._order_and_random_generators import seed_everything
 from paceline.data._torch_loaders import release_device_memory
-from paceline.pytorch._trainer import Preempted, precision_of
-from paceline.pytorch._training_checkpoints import models_in
+from paceline.pytorch._fit_arguments import precision_of
+from paceline.pytorch._trainer import Preempted
+from paceline.pytorch._training_state import models_in
 from paceline.pytorch._trial_and_context import PyTorchTrial, PyTorchTrialContext
-from paceline.storage._checkpoint_storage import directory_of_checkpoint
+from paceline.storage._storage_from_url import directory_of_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -33,11 +33,11 @@ from paceline._training.engine.gradient_reduction import plain_model
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.workers.channels import on_rank_lost
 from paceline._training.workers.shared_memory import available_bytes
-from paceline.core._arguments import DistributedError, DistributedPeerError
 from paceline.core._background_checkpoints import CheckpointParts, StoreFailures
 from paceline.core._core_context import Context
-from paceline.pytorch._loop_agreement_and_reports import RankWish
-from paceline.storage._checkpoint_files import CheckpointError
+from paceline.core._exceptions import DistributedError, DistributedPeerError
+from paceline.pytorch._loop_agreement import RankWish
+from paceline.storage._checkpoint_errors import CheckpointError
 from paceline.storage._checkpoint_storage import series_uuid
 
 if TYPE_CHECKING:

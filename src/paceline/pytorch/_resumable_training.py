@@ -14,9 +14,10 @@ from paceline._base.arguments_and_errors import mix_seed
 from paceline._training.engine.checkpoints.capture_and_restore import own_buffers
 from paceline._training.engine.checkpoints.checkpoint_saver import BestValidation, Destination
 from paceline._training.engine.checkpoints.resume_differences import SettingChanges
+from paceline._training.engine.lr_schedulers import share_schedulers
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import check_same_data
-from paceline._training.engine.schedules import Position, share_schedulers
+from paceline._training.engine.schedules import Position
 from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
 from paceline.data._order_and_random_generators import (
     capture_random_state,
@@ -26,17 +27,18 @@ from paceline.data._order_and_random_generators import (
 )
 from paceline.data._sharded_loader import ShardedData
 from paceline.data._torch_loaders import mover_to
-from paceline.pytorch._loop_agreement_and_reports import LoopHooks, RankWish, TrainingCallbacks
+from paceline.pytorch._loop_agreement import LoopHooks, RankWish
 from paceline.pytorch._memory_checkpoints import Buffers, SmallState, begin_memory
-from paceline.pytorch._training_checkpoints import (
+from paceline.pytorch._training_callbacks import TrainingCallbacks
+from paceline.pytorch._training_fit import TrainingFit
+from paceline.pytorch._training_loop import DrivenLoop
+from paceline.pytorch._training_state import (
     EarlierState,
     TrainingState,
     has_same_size,
     position_of,
     read_state,
 )
-from paceline.pytorch._training_fit import TrainingFit
-from paceline.pytorch._training_loop import DrivenLoop
 
 if TYPE_CHECKING:
     from paceline.pytorch._trial_and_context import PyTorchTrialContext

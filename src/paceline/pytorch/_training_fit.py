@@ -25,7 +25,7 @@ from paceline._training.engine.schedules import (
 )
 from paceline.core._core_context import Context
 from paceline.core._train_context import ending_of
-from paceline.pytorch._loop_agreement_and_reports import RankWish
+from paceline.pytorch._loop_agreement import RankWish
 from paceline.pytorch._training_checkpoints import TrainingCheckpoints
 from paceline.pytorch._training_loop import DrivenLoop, TrainingLoop
 

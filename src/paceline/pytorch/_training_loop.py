@@ -21,14 +21,9 @@ from paceline.core._core_context import Context
 from paceline.data._order_and_random_generators import EpochOrder, worker_shards
 from paceline.data._sharded_loader import ShardedData, worker_stream_batches
 from paceline.data._sharded_streams import sum_over_ranks
-from paceline.pytorch._loop_agreement_and_reports import (
-    LoopHooks,
-    LoopReports,
-    RankAgreement,
-    RankWish,
-    check_losses,
-)
+from paceline.pytorch._loop_agreement import LoopHooks, LoopReports, RankAgreement, RankWish
 from paceline.pytorch._memory_checkpoints import BoundaryStates
+from paceline.pytorch._non_finite_losses import check_losses
 
 faults.register("engine.batch", "engine.validation")
 

@@ -13,20 +13,22 @@ from torch.utils.data import DataLoader as DataLoader
 
 from paceline import core
 from paceline._training.engine.checkpoints.resume_differences import built_settings
-from paceline._training.engine.devices import Precision, use_own_device
+from paceline._training.engine.devices import use_own_device
 from paceline._training.engine.fsdp_and_tensor_parallel import ShardUnits, TensorPlan
 from paceline._training.engine.gradient_reduction import (
     DataParallel,
     default_data_parallel,
     plain_model,
 )
-from paceline._training.engine.gradient_sync import Accumulation
+from paceline._training.engine.lr_schedulers import LRScheduler
 from paceline._training.engine.metric_reducers import MetricReducer, Reducer, ReducerSet
 from paceline._training.engine.model_preparation import ModelOptions
 from paceline._training.engine.optimizer_stepper import ClipGrads, Stepper
+from paceline._training.engine.own_loop_gradients import Accumulation
+from paceline._training.engine.precision import Precision
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import RankCheck
-from paceline._training.engine.schedules import LRScheduler, Position
+from paceline._training.engine.schedules import Position
 from paceline.data._torch_loaders import TorchData, data_length, to_device
 from paceline.pytorch._training_loop import TrainingLoop
 

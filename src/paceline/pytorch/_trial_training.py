@@ -25,10 +25,11 @@ from paceline._training.engine.weighted_means import KeySetError
 from paceline.core._distributed_context import DistributedContext
 from paceline.data._order_and_random_generators import worker_shards
 from paceline.data._sharded_loader import ShardedData
-from paceline.pytorch._loop_agreement_and_reports import TrainingCallbacks, TrainsShard
+from paceline.pytorch._loop_agreement import TrainsShard
 from paceline.pytorch._resumable_training import ResumableTraining
+from paceline.pytorch._training_callbacks import TrainingCallbacks
 from paceline.pytorch._trial_and_context import PyTorchCallback, PyTorchTrial, PyTorchTrialContext
-from paceline.storage._checkpoint_files import CheckpointMismatchError
+from paceline.storage._checkpoint_errors import CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,11 @@ from paceline._training.engine.checkpoints.capture_and_restore import (
     load_buffers,
 )
 from paceline._training.engine.checkpoints.checkpoint_saver import Destination
-from paceline._training.engine.devices import Precision, join_ranks
+from paceline._training.engine.devices import join_ranks
 from paceline._training.engine.gradient_reduction import DataParallel, FlatReduction
 from paceline._training.engine.metric_reducers import ReducerSet
 from paceline._training.engine.optimizer_stepper import Stepper
+from paceline._training.engine.precision import Precision
 from paceline._training.engine.rank_differences import RankCheck
 from paceline._training.engine.schedules import Schedule, StopReason
 from paceline._training.engine.steps_by_user_code import WatchedUserCalls
@@ -30,11 +31,11 @@ from paceline.data._sharded_loader import ShardedData
 from paceline.data._torch_loaders import release_device_memory
 from paceline.pytorch._init_and_launch import Beginning, begin_trial
 from paceline.pytorch._trainer import Trainer as PyTorchTrainer
-from paceline.pytorch._training_checkpoints import TrainingState
 from paceline.pytorch._training_loop import TrainingLoop
+from paceline.pytorch._training_state import TrainingState
 from paceline.pytorch._trial_and_context import PyTorchTrial, PyTorchTrialContext
 from paceline.pytorch._trial_training import MetricSums, TrialTraining, Validator, batches_by_rank
-from paceline.storage._checkpoint_files import CheckpointMismatchError
+from paceline.storage._checkpoint_errors import CheckpointMismatchError
 
 
 class DeepSpeedTrial(PyTorchTrial):

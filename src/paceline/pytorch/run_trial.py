@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from paceline import LOG_FORMAT, pytorch
-from paceline.core._process_environment import get_cluster_info
+from paceline.core._cluster_info import get_cluster_info
 
 _USAGE = "usage: python3 -m paceline.pytorch.run_trial module:Class"
 

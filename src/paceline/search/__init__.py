@@ -13,9 +13,7 @@ from paceline.search._hyperparameter_kinds import Parameter, SpaceError
 from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._preview_and_simulation import SimulationResult, simulate
 from paceline.search._samplers import Observation, Proposal, Sampler
-from paceline.search._search_method import (
-    BracketPlan,
-    BracketView,
+from paceline.search._search_messages import (
     Create,
     Exited,
     ExitReason,
@@ -24,14 +22,18 @@ from paceline.search._search_method import (
     Progressed,
     Proposed,
     Reported,
-    RungView,
-    SearchConfig,
-    SearchMethod,
-    SearchMethodError,
     Shutdown,
     Started,
     Stop,
     Train,
+)
+from paceline.search._search_method import (
+    BracketPlan,
+    BracketView,
+    RungView,
+    SearchConfig,
+    SearchMethod,
+    SearchMethodError,
     TrialMaker,
 )
 

@@ -11,6 +11,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any, ClassVar
 
+from paceline.search import _search_messages as messages
 from paceline.search import _search_method as base
 from paceline.search._hyperparameter_space import Space
 from paceline.search._rungs import Fate, HalvingMethod
@@ -195,38 +196,40 @@ class AdaptiveAshaMethod(base.SearchMethod):
 
         return cls(tuple(bracket_method(config, maker, plan) for plan in config.bracket_plans()))
 
-    def start(self) -> list[base.Operation]:
+    def start(self) -> list[messages.Operation]:
         """Return the operations to create the first trials, bracket by bracket."""
-        operations: list[base.Operation] = []
+        operations: list[messages.Operation] = []
         for bracket in self._brackets:
             operations += self._own(bracket, bracket.start())
         return operations
 
-    def resize(self, max_trials: int) -> list[base.Operation]:
+    def resize(self, max_trials: int) -> list[messages.Operation]:
         """Divide future trials among the brackets as in the plan."""
         created = [bracket.num_created for bracket in self._brackets]
         planned = [bracket.num_planned for bracket in self._brackets]
         left = max(max_trials - sum(created), 0)
         shares = [number * left // sum(planned) for number in planned]
         shares[0] += left - sum(shares)
-        operations: list[base.Operation] = []
+        operations: list[messages.Operation] = []
         for bracket, number, share in zip(self._brackets, created, shares, strict=True):
             operations += self._own(bracket, bracket.resize(number + share))
         return operations
 
-    def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
+    def reported(self, request_id: str, time: float, metric: float) -> list[messages.Operation]:
         """Pass the report to the bracket owning the trial."""
         bracket = self._owners[request_id]
         return self._own(bracket, bracket.reported(request_id, time, metric))
 
-    def reported_several(self, request_id: str, time: float, losses: Any) -> list[base.Operation]:
+    def reported_several(
+        self, request_id: str, time: float, losses: Any
+    ) -> list[messages.Operation]:
         """Pass the report to the bracket owning the trial."""
         bracket = self._owners[request_id]
         return self._own(bracket, bracket.reported_several(request_id, time, losses))
 
     def exited(
-        self, request_id: str, reason: base.ExitReason, is_stopped: bool
-    ) -> list[base.Operation]:
+        self, request_id: str, reason: messages.ExitReason, is_stopped: bool
+    ) -> list[messages.Operation]:
         """Pass the exit to the bracket owning the trial."""
         bracket = self._owners[request_id]
         return self._own(bracket, bracket.exited(request_id, reason, is_stopped))
@@ -260,10 +263,10 @@ class AdaptiveAshaMethod(base.SearchMethod):
             self._owners |= dict.fromkeys(bracket.entrants(), bracket)
 
     def _own(
-        self, bracket: HalvingMethod, operations: list[base.Operation]
-    ) -> list[base.Operation]:
+        self, bracket: HalvingMethod, operations: list[messages.Operation]
+    ) -> list[messages.Operation]:
         for operation in operations:
-            if isinstance(operation, base.Create):
+            if isinstance(operation, messages.Create):
                 self._owners[operation.request_id] = bracket
         return operations
 
@@ -308,12 +311,14 @@ class PromotionMethod(HalvingMethod):
         )
         self._waits_for_all = waits_for_all
 
-    def resize(self, max_trials: int) -> list[base.Operation]:
+    def resize(self, max_trials: int) -> list[messages.Operation]:
         """Create more or fewer trials, compared to all earlier ones."""
         self._num_trials = max_trials
         return self._go_on()
 
-    def reported_several(self, request_id: str, time: float, losses: Any) -> list[base.Operation]:
+    def reported_several(
+        self, request_id: str, time: float, losses: Any
+    ) -> list[messages.Operation]:
         """Let a trial at its rung pause there, and decide who trains next."""
         entrant = self._entrants[request_id]
         rung = self._rungs[entrant.rung]
@@ -324,21 +329,21 @@ class PromotionMethod(HalvingMethod):
         rung.note_arrival(request_id, rank, base.keep_count(len(rung), self._divisor))
         if entrant.rung == len(self._rungs) - 1:
             entrant.fate = Fate.STOPPED
-            return [base.Stop(request_id=request_id), *self._go_on()]
+            return [messages.Stop(request_id=request_id), *self._go_on()]
         entrant.fate = Fate.PAUSED
         return self._go_on()
 
     def exited(
-        self, request_id: str, reason: base.ExitReason, is_stopped: bool
-    ) -> list[base.Operation]:
+        self, request_id: str, reason: messages.ExitReason, is_stopped: bool
+    ) -> list[messages.Operation]:
         """Let another trial train in its place; a failed one ranks last where it was going."""
         entrant = self._entrants[request_id]
         if is_stopped:
             return []
         was_training = entrant.fate is Fate.TRAINING
-        if reason is base.ExitReason.COMPLETED:
+        if reason is messages.ExitReason.COMPLETED:
             entrant.fate = Fate.ENDED
-        elif reason is base.ExitReason.INVALID_HP:
+        elif reason is messages.ExitReason.INVALID_HP:
             num_entries = entrant.rung + (entrant.fate is Fate.PAUSED)
             entrant.fate = Fate.INVALID
             self._num_invalid += 1
@@ -350,9 +355,9 @@ class PromotionMethod(HalvingMethod):
             entrant.fate = Fate.FAILED
         return self._go_on()
 
-    def _go_on(self) -> list[base.Operation]:
+    def _go_on(self) -> list[messages.Operation]:
         """Promote trials and create others while there is room; stop those without a chance."""
-        operations: list[base.Operation] = []
+        operations: list[messages.Operation] = []
         room = self._plan.concurrent - self._count(Fate.TRAINING)
         while room > 0:
             given = self._promotion() or self._refill()
@@ -369,17 +374,17 @@ class PromotionMethod(HalvingMethod):
                 is_here = entrant.rung == index and entrant.fate is Fate.PAUSED
                 if is_here and request_id not in kept:
                     entrant.fate = Fate.STOPPED
-                    operations.append(base.Stop(request_id=request_id))
+                    operations.append(messages.Stop(request_id=request_id))
         return operations
 
-    def _promotion(self) -> list[base.Operation]:
+    def _promotion(self) -> list[messages.Operation]:
         for index in reversed(range(len(self._rungs) - 1)):
             found = self._promotable(index)
             if found:
                 entrant = self._entrants[found[0]]
                 entrant.rung += 1
                 entrant.fate = Fate.TRAINING
-                return [base.Train(request_id=found[0], length=self._rungs[index + 1].units)]
+                return [messages.Train(request_id=found[0], length=self._rungs[index + 1].units)]
         return []
 
     def _promotable(self, index: int) -> list[str]:

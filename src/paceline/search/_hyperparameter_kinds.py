@@ -10,7 +10,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paceline._base.arguments_and_errors import PicklableError, Rng
+from paceline._base.arguments_and_errors import Rng
+from paceline._base.exceptions import PicklableError
 
 # The width of a range must fit NumPy's signed 64-bit draws.
 _INT_LIMIT = 2**61

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, ClassVar
 
+from paceline.search import _grid_random_single as simple
+from paceline.search import _search_messages as messages
 from paceline.search import _search_method as base
 
 _WORST = 1e300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MedianStoppingConfig(base.RandomConfig):
+class MedianStoppingConfig(simple.RandomConfig):
     """Configuration of the median stopping rule."""
 
     max_time: int
@@ -26,7 +28,7 @@ class MedianStoppingConfig(base.RandomConfig):
     kind: ClassVar[str] = "median_stopping"
 
     def __post_init__(self) -> None:
-        base.RandomConfig.__post_init__(self)
+        simple.RandomConfig.__post_init__(self)
         for name in ("max_time", "min_time", "min_others"):
             base.check_integer(name, getattr(self, name), least=1)
 
@@ -35,7 +37,7 @@ class MedianStoppingConfig(base.RandomConfig):
         return MedianStoppingMethod(maker, self)
 
 
-class MedianStoppingMethod(base.RandomMethod):
+class MedianStoppingMethod(simple.RandomMethod):
     """Random search that stops trials that are worse than the median of the others.
 
     A trial is stopped when the best value that it has reported is worse than the median of the
@@ -55,14 +57,14 @@ class MedianStoppingMethod(base.RandomMethod):
         self._config = config
         self._means = [_RunningMeans() for _ in config.metrics]
 
-    def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
+    def reported(self, request_id: str, time: float, metric: float) -> list[messages.Operation]:
         """Stop the trial if it is worse than the median of the others."""
         loss = metric if self._config.smaller_is_better else -metric
         return self.reported_several(request_id, time, (loss,))
 
     def reported_several(
         self, request_id: str, time: float, losses: tuple[float, ...]
-    ) -> list[base.Operation]:
+    ) -> list[messages.Operation]:
         """Stop the trial if it is worse than the median of the others in every objective."""
         config = self._config
         if time <= self._means[0].last_time(request_id):
@@ -77,7 +79,7 @@ class MedianStoppingMethod(base.RandomMethod):
             for means, loss in zip(self._means, losses, strict=True)
         ]
         is_over = all(worse) or time >= config.max_time
-        return [base.Stop(request_id=request_id)] if is_over else []
+        return [messages.Stop(request_id=request_id)] if is_over else []
 
     def trained_share(self, time: float) -> float:
         """Return the part of the longest time."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from paceline.search import _search_messages as messages
 from paceline.search import _search_method as base
 from paceline.search._hyperparameter_space import Space
 from paceline.search._rungs import Rung, make_rung
@@ -71,30 +72,32 @@ class PbtMethod(base.SearchMethod):
         # By the time of the comparison, in intervals.
         self._rungs: dict[int, Rung] = {}
 
-    def start(self) -> list[base.Operation]:
+    def start(self) -> list[messages.Operation]:
         """Return the operations to create the population."""
         return self.resize(self._num_trials)
 
-    def resize(self, max_trials: int) -> list[base.Operation]:
+    def resize(self, max_trials: int) -> list[messages.Operation]:
         """Create trials that are no copies, up to so many in all."""
-        operations: list[base.Operation] = []
+        operations: list[messages.Operation] = []
         self._num_trials = max_trials
         while len(self._members) - self._num_invalid() < max_trials:
             operations += self._enter(self._maker.sampled(), 0.0)
         return operations
 
-    def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
+    def reported(self, request_id: str, time: float, metric: float) -> list[messages.Operation]:
         """Compare a trial that has trained for another interval."""
         loss = metric if self._config.smaller_is_better else -metric
         return self.reported_several(request_id, time, loss)
 
-    def reported_several(self, request_id: str, time: float, losses: Any) -> list[base.Operation]:
+    def reported_several(
+        self, request_id: str, time: float, losses: Any
+    ) -> list[messages.Operation]:
         """Compare by several objectives, or by the loss of a single one."""
         member, config = self._members[request_id], self._config
         member.time = max(member.time, member.begun_at + time)
         if member.time >= config.max_time:
             member.is_open = False
-            return [base.Stop(request_id=request_id)]
+            return [messages.Stop(request_id=request_id)]
         if member.begun_at + time < member.next_at:
             return []
         index = int(member.time // config.interval)
@@ -116,21 +119,21 @@ class PbtMethod(base.SearchMethod):
             return []
         member.is_open = False
         if not strong:
-            return [base.Stop(request_id=request_id)]
+            return [messages.Stop(request_id=request_id)]
         parent = self._maker.one_of(strong)
         copied = self._members[parent]
         create = self._maker.changed(
             copied.hparams, parent=parent, resample=config.resample, spread=config.spread
         )
-        return [base.Stop(request_id=request_id), *self._enter(create, copied.time)]
+        return [messages.Stop(request_id=request_id), *self._enter(create, copied.time)]
 
     def exited(
-        self, request_id: str, reason: base.ExitReason, is_stopped: bool
-    ) -> list[base.Operation]:
+        self, request_id: str, reason: messages.ExitReason, is_stopped: bool
+    ) -> list[messages.Operation]:
         """Replace a trial of the population that refused its hyperparameters, and no other."""
         member = self._members[request_id]
         member.is_open = False
-        if reason is not base.ExitReason.INVALID_HP:
+        if reason is not messages.ExitReason.INVALID_HP:
             return []
         member.time = -1.0
         is_copy = member.begun_at > 0
@@ -170,14 +173,14 @@ class PbtMethod(base.SearchMethod):
             rung = self._rungs[stored["units"]] = self._rung(stored["units"])
             rung.load(stored)
 
-    def _enter(self, create: Any, begun_at: float) -> list[base.Operation]:
+    def _enter(self, create: Any, begun_at: float) -> list[messages.Operation]:
         config = self._config
         next_at = (int(begun_at // config.interval) + 1) * config.interval
         self._members[create.request_id] = _Member(
             create.hparams, begun_at, begun_at, float(next_at)
         )
         length = max(math.ceil(config.max_time - begun_at), 1)
-        return [create, base.Train(request_id=create.request_id, length=length)]
+        return [create, messages.Train(request_id=create.request_id, length=length)]
 
     def _rung(self, index: int) -> Rung:
         return make_rung(index, len(self._config.metrics))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from paceline._base.arguments_and_errors import Rng
+from paceline.search import _search_messages as messages
 from paceline.search import _search_method as base
 from paceline.search._hyperparameter_kinds import SpaceError
 from paceline.search._hyperparameter_space import Space, parse_space
@@ -40,7 +41,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         return self.points[max(index, 1) - 1][1]
 
 
-Curves = Callable[[base.Create], Curve]
+Curves = Callable[[messages.Create], Curve]
 
 
 def nearest_curves(space: Space, curves: Sequence[Curve]) -> Curves:
@@ -60,7 +61,7 @@ def nearest_curves(space: Space, curves: Sequence[Curve]) -> Curves:
             f" {len(curves)} without. Hint: take curves of a search of the same hyperparameters."
         )
 
-    def of(create: base.Create) -> Curve:
+    def of(create: messages.Create) -> Curve:
         place = space.encode(create.hparams)
         return min(known, key=lambda one: math.dist(place, one[0]))[1]
 
@@ -70,7 +71,7 @@ def nearest_curves(space: Space, curves: Sequence[Curve]) -> Curves:
 def imaginary_curves(length: float, *, smaller_is_better: bool) -> Curves:
     """Return what gives each trial a curve that falls to a level of its own, drawn by its seed."""
 
-    def of(create: base.Create) -> Curve:
+    def of(create: messages.Create) -> Curve:
         rng, sign = Rng(create.trial_seed), 1.0 if smaller_is_better else -1.0
         level, speed = rng.real(), 2.0 + 6.0 * rng.real()
         times = [length * part / 20 for part in range(1, 21)]
@@ -103,7 +104,7 @@ class SlotsResult:
 
 @dataclass(slots=True)
 class _Trial:
-    create: base.Create
+    create: messages.Create
     curve: Curve
     target: int = 0
     trained: int = 0
@@ -123,9 +124,9 @@ class Simulated(Protocol):
     """Search run by `simulate_slots`."""
 
     @property
-    def asks(self) -> Sequence[base.Create]: ...
+    def asks(self) -> Sequence[messages.Create]: ...
 
-    def apply(self, input: base.Input) -> list[base.Operation]: ...
+    def apply(self, input: messages.Input) -> list[messages.Operation]: ...
 
 
 def simulate_slots(
@@ -160,7 +161,7 @@ def simulate_slots(
     """
     search = Search(config, hyperparameters, seed, is_asking=is_asking)
 
-    def answer() -> base.Input:
+    def answer() -> messages.Input:
         return answers(search, ask, "sampler")[0]
 
     return run_on_slots(config, search, answer, curves, slots=slots, unit=unit)
@@ -169,7 +170,7 @@ def simulate_slots(
 def run_on_slots(
     config: base.SearchConfig,
     search: Simulated,
-    answer: Callable[[], base.Input],
+    answer: Callable[[], messages.Input],
     curves: Curves,
     *,
     slots: int,
@@ -199,7 +200,7 @@ def run_on_slots(
             f" {', '.join(config.metrics)}.\nHint: simulate it with `metric` alone."
         )
     run = _SlotsRun(config, search, answer, curves, slots, unit, resume_units)
-    run.give(base.Started())
+    run.give(messages.Started())
     while (now := run.next_time()) is not None and now <= most_s:
         run.advance(now)
     run.now = run.now if now is None else most_s
@@ -216,7 +217,7 @@ def run_on_slots(
 class _SlotsRun:
     config: base.SearchConfig
     search: Simulated
-    answer: Callable[[], base.Input]
+    answer: Callable[[], messages.Input]
     curves: Curves
     slots: int
     unit: float
@@ -230,22 +231,24 @@ class _SlotsRun:
     best: list[tuple[float, float]] = field(default_factory=list)
     num_segments: int = 0
 
-    def give(self, given: base.Input) -> None:
+    def give(self, given: messages.Input) -> None:
         inputs = deque([given])
         while inputs:
             for operation in self.search.apply(inputs.popleft()):
-                if isinstance(operation, base.Create):
+                if isinstance(operation, messages.Create):
                     trial = _Trial(operation, self.curves(operation))
                     self.trials[operation.request_id] = trial
                     self.waiting.append(trial)
-                elif not isinstance(operation, base.Shutdown):
+                elif not isinstance(operation, messages.Shutdown):
                     inputs += self._change(self.trials[operation.request_id], operation)
             if self.search.asks:
                 inputs.append(self.answer())
 
-    def _change(self, trial: _Trial, operation: base.Train | base.Stop) -> list[base.Input]:
+    def _change(
+        self, trial: _Trial, operation: messages.Train | messages.Stop
+    ) -> list[messages.Input]:
         was_paused, trial.is_paused = trial.is_paused, False
-        if isinstance(operation, base.Stop):
+        if isinstance(operation, messages.Stop):
             trial.is_stopped = True
             return [_completed(trial)] if was_paused else []
         trial.target = operation.length
@@ -278,7 +281,7 @@ class _SlotsRun:
         if math.isfinite(value) and (not self.best or sign * (value - self.best[-1][1]) < 0):
             self.best.append((now, value))
         request_id = trial.create.request_id
-        self.give(base.Reported(request_id=request_id, time=trial.trained, metric=value))
+        self.give(messages.Reported(request_id=request_id, time=trial.trained, metric=value))
         if trial.is_stopped or (trial.target <= trial.trained and not self.config.waits_at_targets):
             self.give(_completed(trial))
         elif trial.target <= trial.trained:
@@ -287,8 +290,8 @@ class _SlotsRun:
             self._train(trial)
 
 
-def _completed(trial: _Trial) -> base.Exited:
-    return base.Exited(request_id=trial.create.request_id, reason=base.ExitReason.COMPLETED)
+def _completed(trial: _Trial) -> messages.Exited:
+    return messages.Exited(request_id=trial.create.request_id, reason=messages.ExitReason.COMPLETED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,8 +349,8 @@ def _trials_by_units(plan: base.BracketPlan) -> Counter[int]:
 class SimulationResult:
     """Result of a simulated search: inputs, operations and progress."""
 
-    inputs: tuple[base.Input, ...]
-    operations: tuple[tuple[base.Operation, ...], ...]
+    inputs: tuple[messages.Input, ...]
+    operations: tuple[tuple[messages.Operation, ...], ...]
     """The operations that followed from each input."""
     progress: tuple[float, ...]
     """The search's progress after each input."""
@@ -361,7 +364,7 @@ class SimulationResult:
 
 @dataclass(slots=True)
 class _ImaginaryTrial:
-    create: base.Create
+    create: messages.Create
     target: int = 0
     trained: int = 0
     is_stopped: bool = False
@@ -372,13 +375,13 @@ class _Simulator:
     search: Search
     max_inputs: int
     ask: Ask
-    inputs: list[base.Input] = field(default_factory=list)
-    operations: list[tuple[base.Operation, ...]] = field(default_factory=list)
+    inputs: list[messages.Input] = field(default_factory=list)
+    operations: list[tuple[messages.Operation, ...]] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)
     trials: dict[str, _ImaginaryTrial] = field(default_factory=dict)
     running: list[_ImaginaryTrial] = field(default_factory=list)
 
-    def give(self, input: base.Input) -> None:
+    def give(self, input: messages.Input) -> None:
         if len(self.inputs) >= self.max_inputs:
             raise RuntimeError(
                 f"A simulated search must end within {self.max_inputs} inputs, but it has not.\n"
@@ -390,12 +393,12 @@ class _Simulator:
         self.operations.append(tuple(operations))
         self.progress.append(self.search.progress())
         for operation in operations:
-            if isinstance(operation, base.Create):
+            if isinstance(operation, messages.Create):
                 trial = self.trials[operation.request_id] = _ImaginaryTrial(operation)
                 self.running.append(trial)
-            elif isinstance(operation, base.Train):
+            elif isinstance(operation, messages.Train):
                 self.trials[operation.request_id].target = operation.length
-            elif isinstance(operation, base.Stop):
+            elif isinstance(operation, messages.Stop):
                 self.trials[operation.request_id].is_stopped = True
         if self.search.asks:
             self.give(answers(self.search, self.ask, "sampler")[0])
@@ -413,9 +416,9 @@ def simulate(
     config: base.SearchConfig,
     hyperparameters: dict[str, Any],
     seed: int,
-    metric_of: Callable[[base.Create, int], float | Sequence[float]],
+    metric_of: Callable[[messages.Create, int], float | Sequence[float]],
     *,
-    exit_of: Callable[[base.Create, int], base.ExitReason | None] | None = None,
+    exit_of: Callable[[messages.Create, int], messages.ExitReason | None] | None = None,
     report_every: int | None = None,
     max_inputs: int = 1_000_000,
     sampler: Sampler | None = None,
@@ -441,7 +444,7 @@ def simulate(
         )
     search = Search(config, hyperparameters, seed, is_asking=sampler is not None)
     simulator = _Simulator(search, max_inputs, asking(sampler, search.space, seed))
-    simulator.give(base.Started())
+    simulator.give(messages.Started())
     num_before = 0
     while simulator.running:
         if num_before == len(simulator.inputs):
@@ -462,17 +465,17 @@ def simulate(
             given = metric_of(trial.create, trial.trained)
             metric, *others = given if isinstance(given, Sequence) else [given]
             simulator.give(
-                base.Reported(
+                messages.Reported(
                     request_id=request_id, time=trial.trained, metric=metric, others=tuple(others)
                 )
             )
             reason = exit_of(trial.create, trial.trained) if exit_of else None
             is_there = trial.target == trial.trained and not config.waits_at_targets
             if reason is None and (trial.is_stopped or is_there):
-                reason = base.ExitReason.COMPLETED
+                reason = messages.ExitReason.COMPLETED
             if reason is None:
                 remaining.append(trial)
             else:
-                simulator.give(base.Exited(request_id=request_id, reason=reason))
+                simulator.give(messages.Exited(request_id=request_id, reason=reason))
         simulator.running = remaining
     return simulator.result()

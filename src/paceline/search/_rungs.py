@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from paceline.search import _search_messages as messages
 from paceline.search import _search_method as base
 
 if TYPE_CHECKING:
@@ -92,11 +93,11 @@ class Rung:
         """Return the entries as JSON-able data."""
         return {
             "units": self.units,
-            "values": [base.encode_search_float(value) for value in self._values],
+            "values": [messages.encode_search_float(value) for value in self._values],
             "ids": list(self._ids),
             "unranked": list(self._unranked),
             "arrivals": {
-                request_id: [*counts, base.encode_search_float(cutoff)]
+                request_id: [*counts, messages.encode_search_float(cutoff)]
                 for request_id, (*counts, cutoff) in self._arrivals.items()
             },
         }
@@ -279,15 +280,15 @@ class HalvingMethod(base.SearchMethod):
         self._entrants: dict[str, _Entrant] = {}
         self._num_invalid = 0
 
-    def start(self) -> list[base.Operation]:
+    def start(self) -> list[messages.Operation]:
         """Return the operations to create the first trials."""
         return self.resize(self._num_trials)
 
-    def resize(self, max_trials: int) -> list[base.Operation]:
+    def resize(self, max_trials: int) -> list[messages.Operation]:
         """Create more or fewer trials, compared to all earlier ones."""
         self._num_trials = max_trials
         num_open = sum(each.fate is Fate.TRAINING for each in self._entrants.values())
-        operations: list[base.Operation] = []
+        operations: list[messages.Operation] = []
         for _ in range(self._plan.concurrent - num_open):
             operations += self._refill()
         return operations
@@ -297,7 +298,7 @@ class HalvingMethod(base.SearchMethod):
         """Return how many trials were planned."""
         return self._plan.trials
 
-    def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
+    def reported(self, request_id: str, time: float, metric: float) -> list[messages.Operation]:
         """Decide at each rung reached by the trial, once per rung.
 
         A metric that is not finite never passes a rung, not even an empty one.
@@ -305,7 +306,9 @@ class HalvingMethod(base.SearchMethod):
         loss = metric if self._smaller_is_better else -metric
         return self.reported_several(request_id, time, loss)
 
-    def reported_several(self, request_id: str, time: float, losses: Any) -> list[base.Operation]:
+    def reported_several(
+        self, request_id: str, time: float, losses: Any
+    ) -> list[messages.Operation]:
         """Decide by several objectives, or by a single loss."""
         entrant = self._entrants[request_id]
         rung_before = entrant.rung
@@ -319,15 +322,15 @@ class HalvingMethod(base.SearchMethod):
             is_kept = rank < min(num_kept, rung.num_ranked)
             if is_top or not is_kept:
                 entrant.fate = Fate.STOPPED
-                return [base.Stop(request_id=request_id), *self._refill()]
+                return [messages.Stop(request_id=request_id), *self._refill()]
             entrant.rung += 1
         if entrant.rung == rung_before:
             return []
-        return [base.Train(request_id=request_id, length=self._rungs[entrant.rung].units)]
+        return [messages.Train(request_id=request_id, length=self._rungs[entrant.rung].units)]
 
     def exited(
-        self, request_id: str, reason: base.ExitReason, is_stopped: bool
-    ) -> list[base.Operation]:
+        self, request_id: str, reason: messages.ExitReason, is_stopped: bool
+    ) -> list[messages.Operation]:
         """Replace an ended trial, unless stopped by the method, as far as the budget allows.
 
         A failed trial ranks last in the rung that it was training towards. Invalid
@@ -336,9 +339,9 @@ class HalvingMethod(base.SearchMethod):
         if is_stopped:
             return []
         entrant = self._entrants[request_id]
-        if reason is base.ExitReason.COMPLETED:
+        if reason is messages.ExitReason.COMPLETED:
             entrant.fate = Fate.ENDED
-        elif reason is base.ExitReason.INVALID_HP:
+        elif reason is messages.ExitReason.INVALID_HP:
             entrant.fate = Fate.INVALID
             self._num_invalid += 1
             for rung in self._rungs[: entrant.rung]:
@@ -406,12 +409,15 @@ class HalvingMethod(base.SearchMethod):
         """Return the request ids of all trials of the bracket."""
         return tuple(self._entrants)
 
-    def _refill(self) -> list[base.Operation]:
+    def _refill(self) -> list[messages.Operation]:
         if self.num_created >= self._num_trials:
             return []
         create = self._maker.sampled()
         self._entrants[create.request_id] = _Entrant()
-        return [create, base.Train(request_id=create.request_id, length=self._rungs[0].units)]
+        return [
+            create,
+            messages.Train(request_id=create.request_id, length=self._rungs[0].units),
+        ]
 
     def _rung_view(self, index: int, waiting: list[str]) -> base.RungView:
         ranked = []

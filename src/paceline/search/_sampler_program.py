@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from paceline._base.process_and_network import RequestProgram
+from paceline._base.request_program import RequestProgram
 from paceline.search._hyperparameter_space import parse_space
 from paceline.search._samplers import (
     IN_PROCESS,

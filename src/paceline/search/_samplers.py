@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paceline.search._hyperparameter_space import Space
-from paceline.search._search_method import Create, Proposed, Recalled
+from paceline.search._search_messages import Create, Proposed, Recalled
 
 if TYPE_CHECKING:
     from numpy.random import Generator

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from paceline._base.arguments_and_errors import Rng
+from paceline.search import _search_messages as messages
 from paceline.search import _search_method as base
 from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._rungs import newer_point, pareto_front
@@ -53,7 +54,7 @@ class Search:
         self._set_up(config, parse_space(hyperparameters), Rng(seed))
         self._is_asking = is_asking
 
-    def apply(self, input: base.Input) -> list[base.Operation]:
+    def apply(self, input: messages.Input) -> list[messages.Operation]:
         """Process an input and return the resulting operations.
 
         A second exit of a trial, its reports and progress after its stop or exit, and reports at a
@@ -67,21 +68,21 @@ class Search:
             TypeError: If the input is of no such kind.
             SearchMethodError: If the method fails; the search must not be used any more then.
         """
-        if isinstance(input, base.Started):
+        if isinstance(input, messages.Started):
             operations = self._start()
-        elif isinstance(input, base.Reported):
+        elif isinstance(input, messages.Reported):
             operations = self._report(input)
-        elif isinstance(input, base.Progressed):
+        elif isinstance(input, messages.Progressed):
             operations = self._note_progress(input)
-        elif isinstance(input, base.Exited):
+        elif isinstance(input, messages.Exited):
             operations = self._exit(input)
-        elif isinstance(input, base.Proposed):
+        elif isinstance(input, messages.Proposed):
             operations = self._propose(input)
-        elif isinstance(input, base.Limited):
+        elif isinstance(input, messages.Limited):
             operations = self._limit(input)
-        elif isinstance(input, base.Spent):
+        elif isinstance(input, messages.Spent):
             operations = self._spend(input)
-        elif isinstance(input, base.Recalled):
+        elif isinstance(input, messages.Recalled):
             operations = self._recall(input)
         else:
             raise TypeError(
@@ -109,7 +110,7 @@ class Search:
         """
         if self._is_over:
             return 1.0
-        closed = sum(self._num_exited.values()) - self._num_exited[base.ExitReason.INVALID_HP]
+        closed = sum(self._num_exited.values()) - self._num_exited[messages.ExitReason.INVALID_HP]
         # An exact sum does not depend on the order in which trials reported.
         done = closed + math.fsum(self._open_progress.values())
         return min(done / max(self.num_trials(), 1), 1.0)
@@ -117,7 +118,7 @@ class Search:
     def num_trials(self) -> int:
         """Return how many trials the search has and will create, as far as is known."""
         with self._guard("num_trials"):
-            number = self._method.num_trials(self._num_exited[base.ExitReason.INVALID_HP])
+            number = self._method.num_trials(self._num_exited[messages.ExitReason.INVALID_HP])
         most = self.budget.limits.max_trials
         is_least = most is None or number <= most
         return number if is_least else max(most or 0, self.budget.num_trials)
@@ -147,7 +148,7 @@ class Search:
         return [
             (request_id, trial.point)
             for request_id, trial in self._trials.items()
-            if trial.point and trial.exit_reason is not base.ExitReason.INVALID_HP
+            if trial.point and trial.exit_reason is not messages.ExitReason.INVALID_HP
         ]
 
     def front(self) -> list[tuple[str, tuple[float, ...]]]:
@@ -160,7 +161,7 @@ class Search:
         return self._config.signed(point) if point else ()
 
     @property
-    def asks(self) -> tuple[base.Create, ...]:
+    def asks(self) -> tuple[messages.Create, ...]:
         """Return the trials without hyperparameters so far; each has a draw at random."""
         return tuple(create for create, _ in self._asks.values())
 
@@ -169,11 +170,11 @@ class Search:
         """Return how many trials wait for their hyperparameters."""
         return len(self._asks)
 
-    def first_ask(self) -> base.Create:
+    def first_ask(self) -> messages.Create:
         """Return the trial with the longest wait; some trial must wait."""
         return next(iter(self._asks.values()))[0]
 
-    def ask_of(self, request_id: str) -> base.Create | None:
+    def ask_of(self, request_id: str) -> messages.Create | None:
         """Return a waiting trial by its request id; None if the trial does not wait."""
         found = self._asks.get(request_id)
         return None if found is None else found[0]
@@ -249,10 +250,10 @@ class Search:
         self._rng = rng
         self.space = space
         self._is_asking = False
-        self._asks: dict[str, tuple[base.Create, list[base.Operation]]] = {}
+        self._asks: dict[str, tuple[messages.Create, list[messages.Operation]]] = {}
         self.budget = Budget()
         # By trial: operations that create it once the limits have room for it.
-        self._held: dict[str, list[base.Operation]] = {}
+        self._held: dict[str, list[messages.Operation]] = {}
         with self._guard("make_method"):
             self._method = config.make_method(base.TrialMaker(space, rng))
         with self._guard("num_trials"):
@@ -261,7 +262,7 @@ class Search:
         self._is_over = False
         self._trials: dict[str, SearchedTrial] = {}
         self._observations = Observations(self._trials)
-        self._num_exited = dict.fromkeys(base.ExitReason, 0)
+        self._num_exited = dict.fromkeys(messages.ExitReason, 0)
         # Running trials only: the cost of the progress stays independent of the ended trials.
         self._open_progress: dict[str, float] = {}
 
@@ -270,7 +271,7 @@ class Search:
         self._is_over = snapshot["is_over"]
         # Snapshots of earlier versions lack the last ones.
         for request_id, is_stopped, reason, progress, *later in snapshot["trials"]:
-            exit_reason = None if reason is None else base.ExitReason(reason)
+            exit_reason = None if reason is None else messages.ExitReason(reason)
             trial = SearchedTrial(is_stopped, exit_reason, float(progress), *later)
             trial.point = tuple(trial.point)
             self._trials[request_id] = trial
@@ -280,11 +281,13 @@ class Search:
                 self._num_exited[exit_reason] += 1
         self.budget = msgspec.convert(snapshot.get("budget", self._counted()), Budget)
         for held in snapshot.get("held", ()):
-            operations = msgspec.convert(held, list[base.Operation])
+            operations = msgspec.convert(held, list[messages.Operation])
             self._held[operations[0].request_id] = operations  # type: ignore[union-attr]
         self._is_asking = "asks" in snapshot
         for stored in snapshot.get("asks", ()):
-            create, later = msgspec.convert(stored, tuple[base.Create, list[base.Operation]])
+            create, later = msgspec.convert(
+                stored, tuple[messages.Create, list[messages.Operation]]
+            )
             self._asks[create.request_id] = create, later
         self._observations.load(snapshot)
         with base.method_errors(self._config.kind, "load", expected=ValueError):
@@ -293,7 +296,7 @@ class Search:
     def _guard(self, part: str) -> AbstractContextManager[None]:
         return base.method_errors(self._config.kind, part)
 
-    def _start(self) -> list[base.Operation]:
+    def _start(self) -> list[messages.Operation]:
         if self._is_started:
             raise ValueError(
                 "`Started` must be given once, but the search has already started.\n"
@@ -311,7 +314,7 @@ class Search:
                 )
         return operations
 
-    def _report(self, report: base.Reported) -> list[base.Operation]:
+    def _report(self, report: messages.Reported) -> list[messages.Operation]:
         trial = self._find(report.request_id)
         if trial.is_stopped or trial.exit_reason is not None:
             return []
@@ -340,7 +343,7 @@ class Search:
             given = self._take_operations(given)
         return given + self._settle()
 
-    def _losses(self, report: base.Reported) -> tuple[float, ...]:
+    def _losses(self, report: messages.Reported) -> tuple[float, ...]:
         values = (report.metric, *report.others)
         if len(values) != len(names := self._config.metrics):
             raise ValueError(
@@ -354,7 +357,7 @@ class Search:
         if math.isfinite(metric) and (best is None or (metric < best) is is_smaller):
             self.budget.best = metric
 
-    def _note_progress(self, told: base.Progressed) -> list[base.Operation]:
+    def _note_progress(self, told: messages.Progressed) -> list[messages.Operation]:
         trial = self._find(told.request_id)
         if trial.exit_reason is None:
             is_number = math.isfinite(told.progress)
@@ -366,19 +369,19 @@ class Search:
         trial.progress = max(progress, trial.reached)
         self._open_progress[request_id] = trial.progress
 
-    def _exit(self, exit: base.Exited) -> list[base.Operation]:
+    def _exit(self, exit: messages.Exited) -> list[messages.Operation]:
         trial = self._find(exit.request_id)
         if trial.exit_reason is not None:
             return []
         # A stopped trial counts as done, however it ended: the search asked it to stop.
-        trial.exit_reason = base.ExitReason.COMPLETED if trial.is_stopped else exit.reason
+        trial.exit_reason = messages.ExitReason.COMPLETED if trial.is_stopped else exit.reason
         self._num_exited[trial.exit_reason] += 1
         trial.is_out_of_memory = (
-            exit.is_out_of_memory and trial.exit_reason is base.ExitReason.ERROR
+            exit.is_out_of_memory and trial.exit_reason is messages.ExitReason.ERROR
         )
         del self._open_progress[exit.request_id]
-        self.budget.num_failed += trial.exit_reason is base.ExitReason.ERROR
-        self.budget.num_trials -= trial.exit_reason is base.ExitReason.INVALID_HP
+        self.budget.num_failed += trial.exit_reason is messages.ExitReason.ERROR
+        self.budget.num_trials -= trial.exit_reason is messages.ExitReason.INVALID_HP
         with self._guard("exited"):
             is_stopped = trial.is_stopped and not trial.is_cut
             operations = self._take_operations(
@@ -386,13 +389,13 @@ class Search:
             )
         return operations + self._settle()
 
-    def _limit(self, given: base.Limited) -> list[base.Operation]:
+    def _limit(self, given: messages.Limited) -> list[messages.Operation]:
         before, self.budget.limits = self.budget.limits.max_trials, given
         if given.best is not None:
             self._note_best(given.best)
         if not self._is_started:
             return []
-        operations: list[base.Operation] = []
+        operations: list[messages.Operation] = []
         if given.max_trials != before:
             operations = self._resize(given.max_trials or self._num_planned)
             if (most := self.num_trials()) < (given.max_trials or 0):
@@ -403,16 +406,16 @@ class Search:
                 )
         return operations + self._settle()
 
-    def _resize(self, max_trials: int) -> list[base.Operation]:
+    def _resize(self, max_trials: int) -> list[messages.Operation]:
         with self._guard("resize"):
             return self._take_operations(self._method.resize(max_trials))
 
-    def _recall(self, given: base.Recalled) -> list[base.Operation]:
+    def _recall(self, given: messages.Recalled) -> list[messages.Operation]:
         sign = 1 if self._config.smaller_is_better else -1
         self._observations.recall(given, self.space, sign)
         return []
 
-    def _spend(self, spent: base.Spent) -> list[base.Operation]:
+    def _spend(self, spent: messages.Spent) -> list[messages.Operation]:
         budget = self.budget
         if math.isfinite(spent.wall_s) and math.isfinite(spent.slot_s):
             budget.wall_s = max(budget.wall_s, spent.wall_s)
@@ -425,9 +428,9 @@ class Search:
         found = self.budget.reached(self._config.smaller_is_better)
         return found or ("max_trials" if self._held else None)
 
-    def _settle(self) -> list[base.Operation]:
+    def _settle(self) -> list[messages.Operation]:
         """Stop the trials if a limit is reached, and create those for which there is room."""
-        operations: list[base.Operation] = []
+        operations: list[messages.Operation] = []
         if self.budget.reached(self._config.smaller_is_better) is not None:
             # What waits for hyperparameters does not exist yet: it comes once there is room again.
             for request_id, (create, later) in self._asks.items():
@@ -438,7 +441,7 @@ class Search:
             for request_id in self._open_progress:
                 if not (trial := self._trials[request_id]).is_stopped:
                     trial.is_stopped = trial.is_cut = True
-                    operations.append(base.Stop(request_id=request_id))
+                    operations.append(messages.Stop(request_id=request_id))
         while self._held and self._has_room():
             released = self._held.pop(next(iter(self._held)))
             operations += self._take_operations(released, is_released=True)
@@ -458,13 +461,13 @@ class Search:
         )
 
     def _counted(self) -> dict[str, int]:
-        num_invalid = self._num_exited[base.ExitReason.INVALID_HP]
+        num_invalid = self._num_exited[messages.ExitReason.INVALID_HP]
         return {
             "num_trials": len(self._trials) - num_invalid,
-            "num_failed": self._num_exited[base.ExitReason.ERROR],
+            "num_failed": self._num_exited[messages.ExitReason.ERROR],
         }
 
-    def _propose(self, proposed: base.Proposed) -> list[base.Operation]:
+    def _propose(self, proposed: messages.Proposed) -> list[messages.Operation]:
         if proposed.request_id not in self._held:
             self._find(proposed.request_id)
         held = self._asks.get(proposed.request_id)
@@ -482,22 +485,22 @@ class Search:
         self._observations.add(create.request_id, create.hparams, proposed.note)
         return [create, *later]
 
-    def _shutdown(self) -> base.Shutdown:
+    def _shutdown(self) -> messages.Shutdown:
         # Invalid hyperparameters count for nothing, also not against an otherwise failed search;
         # a search with nothing else has failed.
-        counted = len(self._trials) - self._num_exited[base.ExitReason.INVALID_HP]
+        counted = len(self._trials) - self._num_exited[messages.ExitReason.INVALID_HP]
         is_limit = self.budget.reached(self._config.smaller_is_better) == "max_failures"
-        return base.Shutdown(
-            failure=is_limit or counted == self._num_exited[base.ExitReason.ERROR],
-            cancel=0 < counted == self._num_exited[base.ExitReason.CANCELED],
+        return messages.Shutdown(
+            failure=is_limit or counted == self._num_exited[messages.ExitReason.ERROR],
+            cancel=0 < counted == self._num_exited[messages.ExitReason.CANCELED],
         )
 
     def _take_operations(
-        self, operations: list[base.Operation], *, is_released: bool = False
-    ) -> list[base.Operation]:
-        passing: list[base.Operation] = []
+        self, operations: list[messages.Operation], *, is_released: bool = False
+    ) -> list[messages.Operation]:
+        passing: list[messages.Operation] = []
         for operation in operations:
-            if isinstance(operation, base.Create):
+            if isinstance(operation, messages.Create):
                 if not is_released and (self._held or not self._has_room()):
                     self._held[operation.request_id] = [operation]
                     continue
@@ -506,9 +509,9 @@ class Search:
                 self.budget.num_trials += 1
                 passing.append(operation)
                 continue
-            if not isinstance(operation, (base.Train, base.Stop)):
+            if not isinstance(operation, (messages.Train, messages.Stop)):
                 raise TypeError(f"it must return Create, Train and Stop, but got {operation!r}")
-            if isinstance(operation, base.Train) and (
+            if isinstance(operation, messages.Train) and (
                 type(operation.length) is not int or operation.length < 1
             ):
                 raise ValueError(f"`length` of {operation!r} must be an integer of at least 1")
@@ -517,7 +520,7 @@ class Search:
                 continue
             if operation.request_id not in self._trials:
                 raise ValueError(f"{operation!r} must be about a trial that it created")
-            if isinstance(operation, base.Stop):
+            if isinstance(operation, messages.Stop):
                 trial = self._trials[operation.request_id]
                 if trial.is_cut:
                     # The method knew nothing of the first stop.
@@ -527,14 +530,15 @@ class Search:
             passing.append(operation)
         return self._hold(passing) if self._is_asking else passing
 
-    def _hold(self, operations: list[base.Operation]) -> list[base.Operation]:
+    def _hold(self, operations: list[messages.Operation]) -> list[messages.Operation]:
         """Keep the operations on trials without hyperparameters so far; return the others."""
-        passing: list[base.Operation] = []
+        passing: list[messages.Operation] = []
         for operation in operations:
-            if isinstance(operation, base.Create) and operation.parent is None:
+            if isinstance(operation, messages.Create) and operation.parent is None:
                 self._asks[operation.request_id] = operation, []
             elif (
-                isinstance(operation, base.Train | base.Stop) and operation.request_id in self._asks
+                isinstance(operation, messages.Train | messages.Stop)
+                and operation.request_id in self._asks
             ):
                 self._asks[operation.request_id][1].append(operation)
             else:
@@ -555,10 +559,10 @@ def replay(
     config: base.SearchConfig,
     hyperparameters: dict[str, Any],
     seed: int,
-    inputs: Iterable[base.Input],
+    inputs: Iterable[messages.Input],
     *,
     is_asking: bool = False,
-) -> list[list[base.Operation]]:
+) -> list[list[messages.Operation]]:
     """Return the operations following each of the stored inputs.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.search import _search_method as base
+from paceline.search import _search_messages as messages
 from paceline.search._hyperparameter_space import Space
 from paceline.search._samplers import Observation
 
@@ -24,7 +24,7 @@ class SearchedTrial:
     """Trial from the point of view of its search."""
 
     is_stopped: bool = False
-    exit_reason: base.ExitReason | None = None
+    exit_reason: messages.ExitReason | None = None
     progress: float = 0.0
     reached: float = 0.0
     """The least progress, by the trial's reports."""
@@ -48,7 +48,7 @@ class Budget:
         best: The best finite value of the metric; None before the first.
     """
 
-    limits: base.Limited = field(default_factory=base.Limited)
+    limits: messages.Limited = field(default_factory=messages.Limited)
     wall_s: float = 0.0
     slot_s: float = 0.0
     num_trials: int = 0
@@ -98,9 +98,10 @@ def _state_of(trial: SearchedTrial) -> str:
         return "completed" if trial.reached >= 1 else "stopped"
     if trial.exit_reason is None:
         return "running"
-    return {base.ExitReason.COMPLETED: "completed", base.ExitReason.INVALID_HP: "invalid"}.get(
-        trial.exit_reason, "failed"
-    )
+    return {
+        messages.ExitReason.COMPLETED: "completed",
+        messages.ExitReason.INVALID_HP: "invalid",
+    }.get(trial.exit_reason, "failed")
 
 
 class Observations:
@@ -136,7 +137,7 @@ class Observations:
         if math.isfinite(loss) and (seen.loss is None or loss < seen.loss or is_best):
             seen.loss = loss
 
-    def recall(self, given: base.Recalled, space: Space, sign: int) -> None:
+    def recall(self, given: messages.Recalled, space: Space, sign: int) -> None:
         """Add the trials of an earlier search with finite values and fitting hyperparameters."""
         for number, (hparams, value, time) in enumerate(given.trials, 1):
             with suppress(ValueError, TypeError, LookupError):

@@ -17,12 +17,11 @@ from paceline._base.files import (
     opened_directory,
     read_limited,
 )
-from paceline.storage import _checkpoint_files
+from paceline.storage import _checkpoint_errors, _checkpoint_files
+from paceline.storage._checkpoint_errors import CheckpointCorruptError, CheckpointWriteError
 from paceline.storage._checkpoint_files import (
     MANIFEST_NAME,
     MAX_TEXT_BYTES,
-    CheckpointCorruptError,
-    CheckpointWriteError,
     FileEntry,
     Manifest,
     ShardDone,
@@ -320,7 +319,7 @@ class NewDirectory(CheckpointDirectory):
             ValueError: There is a link or a special file, or a name is one of the commit protocol.
         """
         self.check_place()
-        with _checkpoint_files.naming_files_below(self.path):
+        with _checkpoint_errors.naming_files_below(self.path):
             names = []
             for found in walk_below(self.descriptor):
                 if stat.S_ISREG(found.facts.st_mode):
@@ -349,7 +348,7 @@ def made_directory(parent: int, path: Path, *, exist_ok: bool = False) -> Iterat
         CheckpointWriteError: A link is there.
         FileExistsError: It exists.
     """
-    with _checkpoint_files.naming_files_below(path.parent):
+    with _checkpoint_errors.naming_files_below(path.parent):
         try:
             os.mkdir(path.name, dir_fd=parent)
         except FileExistsError:

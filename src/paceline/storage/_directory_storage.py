@@ -17,7 +17,7 @@ from paceline._base.files import (
     replacing_below,
     sync_directory,
 )
-from paceline.storage import _checkpoint_directory, _checkpoint_files
+from paceline.storage import _checkpoint_directory, _checkpoint_errors, _checkpoint_files
 from paceline.storage._checkpoint_directory import (
     CheckpointDirectory,
     NewDirectory,
@@ -28,11 +28,13 @@ from paceline.storage._checkpoint_directory import (
     opened_checkpoint,
     remove_leftover,
 )
-from paceline.storage._checkpoint_files import (
-    MANIFEST_NAME,
+from paceline.storage._checkpoint_errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
+)
+from paceline.storage._checkpoint_files import (
+    MANIFEST_NAME,
     FileEntry,
     Manifest,
     Selector,
@@ -123,14 +125,14 @@ class DirectoryStorage(CheckpointStorage):
         """Yield a directory of its own within the checkpoint's; its files move up afterwards."""
         path = self._path(uuid)
         with ExitStack() as stack:
-            with _checkpoint_files.durable_write_errors(uuid, self._root):
+            with _checkpoint_errors.durable_write_errors(uuid, self._root):
                 self._check_uncommitted(path, rank)
                 directory = stack.enter_context(self._made(uuid, exist_ok=True))
                 opened_own = made_directory(directory.descriptor, path / f".rank-{rank}")
                 own = stack.enter_context(opened_own)
             faults.reach("storage.begun")
             try:
-                with _checkpoint_files.durable_write_errors(uuid, own.path):
+                with _checkpoint_errors.durable_write_errors(uuid, own.path):
                     yield own.path
                     directory.check_place()
                     entries = own.sealed()
@@ -149,11 +151,11 @@ class DirectoryStorage(CheckpointStorage):
     def _storing(self, uuid: str, *, is_shared: bool) -> Iterator[NewDirectory]:
         """Make the checkpoint's directory; remove the directory if the body fails."""
         with ExitStack() as stack:
-            with _checkpoint_files.durable_write_errors(uuid, self._root):
+            with _checkpoint_errors.durable_write_errors(uuid, self._root):
                 directory = stack.enter_context(self._made(uuid, exist_ok=is_shared))
             faults.reach("storage.begun")
             try:
-                with _checkpoint_files.durable_write_errors(uuid, directory.path):
+                with _checkpoint_errors.durable_write_errors(uuid, directory.path):
                     yield directory
             except BaseException:
                 # Plain removal instead of `discard`: a user's file may have the manifest's name.
@@ -166,7 +168,7 @@ class DirectoryStorage(CheckpointStorage):
         """Make and yield the directory of a checkpoint."""
         path = self._path(uuid)
         self._make_root()
-        with _checkpoint_files.naming_files_below(self._root):
+        with _checkpoint_errors.naming_files_below(self._root):
             mark_open(self._root, uuid)
         with (
             opened_directory(self._root) as root,
@@ -310,7 +312,7 @@ class DirectoryStorage(CheckpointStorage):
     def replace_manifest(self, manifest: Manifest) -> None:
         """Replace ``manifest.json``, then remove the files no longer named there."""
         with (
-            _checkpoint_files.durable_write_errors(manifest.uuid, self._root),
+            _checkpoint_errors.durable_write_errors(manifest.uuid, self._root),
             self._opened(manifest.uuid) as directory,
         ):
             directory.write(MANIFEST_NAME, encode_with_checksum(manifest))
@@ -385,7 +387,7 @@ class DirectoryStorage(CheckpointStorage):
     def _write_manifest(self, manifest: Manifest) -> None:
         faults.reach("storage.before_manifest")
         try:
-            with _checkpoint_files.durable_write_errors(manifest.uuid, self._root):
+            with _checkpoint_errors.durable_write_errors(manifest.uuid, self._root):
                 with self._opened(manifest.uuid) as directory:
                     directory.write(MANIFEST_NAME, encode_with_checksum(manifest))
                 # A power cut could otherwise take the checkpoint's own entry.

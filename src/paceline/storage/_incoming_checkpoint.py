@@ -11,11 +11,11 @@ from pathlib import Path, PurePosixPath
 
 from paceline import faults
 from paceline._base.files import NotRegularFileError, opened_below, opened_directory, sync_directory
-from paceline.storage import _checkpoint_files
+from paceline.storage import _checkpoint_errors, _checkpoint_files
+from paceline.storage._checkpoint_errors import CheckpointWriteError
 from paceline.storage._checkpoint_files import (
     MANIFEST_NAME,
     MAX_TEXT_BYTES,
-    CheckpointWriteError,
     FileEntry,
     Manifest,
     check_file_names,
@@ -179,7 +179,7 @@ class IncomingCheckpoint:
         uuid = self._uuid
         if not self._storage.exists(uuid):
             faults.reach("storage.before_moved_in")
-            with _checkpoint_files.durable_write_errors(uuid, self._storage.root):
+            with _checkpoint_errors.durable_write_errors(uuid, self._storage.root):
                 with _opened_incoming(self._storage.root) as (above, incoming):
                     place = f"{self._sender}/{uuid}"
                     # A single rename: nobody ever sees a part of the checkpoint.
@@ -211,8 +211,8 @@ class IncomingCheckpoint:
         root = self._storage.root
         existing = next(path for path in (root, *root.parents) if path.is_dir())
         with (
-            _checkpoint_files.durable_write_errors(self._uuid, existing),
-            _checkpoint_files.naming_files_below(self._path / folder),
+            _checkpoint_errors.durable_write_errors(self._uuid, existing),
+            _checkpoint_errors.naming_files_below(self._path / folder),
         ):
             root.mkdir(parents=True, exist_ok=True)
             # Partial files are for their owner only.

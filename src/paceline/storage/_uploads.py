@@ -16,12 +16,8 @@ import xxhash
 from paceline import faults
 from paceline._base.process_and_network import wait_until
 from paceline.storage import _checkpoint_files
-from paceline.storage._checkpoint_files import (
-    CheckpointError,
-    CheckpointWriteError,
-    FileEntry,
-    check_file_names,
-)
+from paceline.storage._checkpoint_errors import CheckpointError, CheckpointWriteError
+from paceline.storage._checkpoint_files import FileEntry, check_file_names
 
 _DEFAULTS_S = {"PART": 60.0, "FILE": 1800.0, "CHECKPOINT": 3600.0}
 

@@ -21,7 +21,7 @@ from paceline._base.journal_records import (
 )
 from paceline._base.run_directory import RunDirectory
 from paceline.core._read_runs import RUNS_DIRECTORY, read_metrics
-from paceline.storage._checkpoint_storage import storage_from
+from paceline.storage._storage_from_url import storage_from
 
 _ZIP_START = b"PK\x03\x04"
 # How the engine writes dictionaries whose keys may be integers, and tuples.

@@ -22,13 +22,10 @@ import psutil
 from paceline import faults
 from paceline._base.process_and_network import num_cores
 from paceline._base.run_directory import Control, RunDirectory
+from paceline._training.workers.processes.rank_environment import THREADS_MARK, THREADS_VARIABLE
 from paceline._training.workers.processes.template_client import TemplateError
 from paceline._training.workers.processes.templates import template_of_scripts
-from paceline._training.workers.processes.worker_process import (
-    THREADS_MARK,
-    THREADS_VARIABLE,
-    WorkerSpec,
-)
+from paceline._training.workers.processes.worker_process import WorkerSpec
 from paceline.testing._compare_runs import UnreadableFileError, difference_kind, find_run, read_file
 
 logger = logging.getLogger(__name__)

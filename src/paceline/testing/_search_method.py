@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from paceline.config._searcher_section import Searcher
 from paceline.search._preview_and_simulation import preview
 from paceline.search._search import Search, replay
-from paceline.search._search_method import (
+from paceline.search._search_messages import (
     Create,
     Exited,
     ExitReason,
@@ -18,15 +18,13 @@ from paceline.search._search_method import (
     Operation,
     Progressed,
     Reported,
-    SearchConfig,
-    SearchMethodError,
     Shutdown,
     Spent,
     Started,
     Stop,
     Train,
-    method_errors,
 )
+from paceline.search._search_method import SearchConfig, SearchMethodError, method_errors
 
 T = TypeVar("T")
 

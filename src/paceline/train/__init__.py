@@ -18,17 +18,8 @@ from paceline._training.workers.worker_failures import (
     WorkerFailedError,
     WorkersLostError,
 )
+from paceline.train._results import IncompleteCheckpointError, Report, Results
 from paceline.train._run_protocol import Checkpoint
-from paceline.train._run_reports import (
-    IncompleteCheckpointError,
-    JsonLinesCallback,
-    PrintCallback,
-    ProgressCallback,
-    Report,
-    Results,
-    TensorBoardCallback,
-    TrainingCallback,
-)
 from paceline.train._stepwise_and_class_runs import RunIterator, StepwiseRun
 from paceline.train._train_functions import (
     accelerate,
@@ -58,6 +49,13 @@ from paceline.train._train_functions import (
 )
 from paceline.train._trainer import ClassWorkers, Trainer
 from paceline.train._trainer_arguments import CheckpointStrategy, ElasticConfig, TorchConfig
+from paceline.train._training_callbacks import (
+    JsonLinesCallback,
+    PrintCallback,
+    ProgressCallback,
+    TensorBoardCallback,
+    TrainingCallback,
+)
 
 if TYPE_CHECKING:
     from paceline.train._search import SearchResults, TrialResult, search

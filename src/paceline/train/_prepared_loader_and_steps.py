@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from paceline._training.engine.checkpoints.resume_differences import check_identity
-from paceline._training.engine.devices import Precision
-from paceline._training.engine.gradient_sync import GradientSync
+from paceline._training.engine.own_loop_gradients import GradientSync
+from paceline._training.engine.precision import Precision
 from paceline._training.engine.steps_by_user_code import calling_method
-from paceline._training.workers.processes.worker_process import RankInfo
+from paceline._training.workers.processes.rank_environment import RankInfo
 from paceline.data._order_and_random_generators import worker_shards
 from paceline.data._sharded_loader import ShardedData, num_samples_of, worker_batches
 from paceline.data._torch_loaders import to_device

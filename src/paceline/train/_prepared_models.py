@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline._base.arguments_and_errors import check_count, one_of
 from paceline._training.engine.checkpoints.sharded_tensor_pieces import gathered
-from paceline._training.engine.devices import Precision, compute_in
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     ShardUnits,
     check_shard_size,
@@ -24,8 +23,9 @@ from paceline._training.engine.model_preparation import (
     checkpoint_blocks,
     compile_model,
 )
+from paceline._training.engine.precision import Precision, compute_in
 from paceline._training.engine.verify_steps import StepReplay, check_replay
-from paceline.core._arguments import NotOfferedError
+from paceline.core._exceptions import NotOfferedError
 from paceline.data._order_and_random_generators import seed_everything
 from paceline.train._rank_checkpoints import packed_without_pickle
 from paceline.train._rank_session import LooseSession

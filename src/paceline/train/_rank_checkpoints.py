@@ -39,16 +39,18 @@ from paceline.core._background_checkpoints import (
     commit_checkpoint,
     delete_checkpoint,
 )
-from paceline.storage._checkpoint_files import STATE_VERSION
-from paceline.storage._checkpoint_storage import CheckpointStorage, Kept, RetentionRules
-from paceline.train._rank_reports_and_state import RankComparison, RankReporter
+from paceline.storage._checkpoint_errors import STATE_VERSION
+from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.storage._retention_rules import Kept, RetentionRules
+from paceline.train._rank_comparison import RankComparison
+from paceline.train._rank_reports_and_state import RankReporter
+from paceline.train._run_access import storage_holding
 from paceline.train._run_protocol import (
     FILES_FOLDER,
     RunSpec,
     StoredAt,
     checked_metadata,
     checkpoint_uuid,
-    storage_holding,
 )
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,14 @@ from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._training.engine.devices import own_device
 from paceline._training.engine.gradient_reduction import TravellingSignal
 from paceline._training.engine.rank_differences import RankCheck
-from paceline._training.workers.processes.worker_process import RankInfo
+from paceline._training.workers.processes.rank_environment import RankInfo
 from paceline.core._preemption_and_search import ControlFile, SearchDecision, SignalWatch
 from paceline.core._run_storage import NodeStorage
 from paceline.core._train_context import alert_of, log_alert
 from paceline.data._order_and_random_generators import seed_everything
-from paceline.storage._checkpoint_storage import CheckpointStorage, RetentionRules
+from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.storage._retention_rules import RetentionRules
+from paceline.train._preemption_watch import is_to_move, note_listener
 from paceline.train._prepared_loader_and_steps import (
     PreparedLoader,
     UserLoop,
@@ -35,17 +37,10 @@ from paceline.train._rank_checkpoints import (
     TrainCheckpointWriter,
     UserStateReader,
 )
-from paceline.train._rank_reports_and_state import RankComparison, RankReporter, RankState
-from paceline.train._run_protocol import (
-    METRICS_GROUP,
-    TIMINGS_GROUP,
-    Job,
-    ReportGate,
-    RunAccess,
-    RunSpec,
-    is_to_move,
-    note_listener,
-)
+from paceline.train._rank_comparison import RankComparison
+from paceline.train._rank_reports_and_state import RankReporter, RankState
+from paceline.train._run_access import RunAccess
+from paceline.train._run_protocol import METRICS_GROUP, TIMINGS_GROUP, Job, ReportGate, RunSpec
 
 logger = logging.getLogger(__name__)
 

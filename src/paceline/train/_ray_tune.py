@@ -11,8 +11,8 @@ from ray import tune
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from paceline._training.workers.ray.placement import trainable_name, trial_resources
+from paceline.train._results import Report
 from paceline.train._run_protocol import Checkpoint
-from paceline.train._run_reports import Report
 from paceline.train._stepwise_and_class_runs import StepwiseRun
 from paceline.train._trainer import Trainer
 from paceline.train._trainer_arguments import CheckpointStrategy

@@ -14,45 +14,40 @@ from paceline import core
 from paceline._base.gpus import num_visible_gpus
 from paceline._base.process_and_network import num_cores
 from paceline._base.run_directory import JournalKey, RunDirectory
+from paceline._training.workers.joined_pool import JoinedPool
 from paceline._training.workers.pickled_calls import InWorker
+from paceline._training.workers.processes.rank_environment import HorovodRendezvous, launcher_shards
 from paceline._training.workers.processes.worker_output import WorkerOutput
-from paceline._training.workers.processes.worker_process import HorovodRendezvous, launcher_shards
 from paceline._training.workers.ray.cluster import dealt
 from paceline._training.workers.run import Run
 from paceline._training.workers.worker_failures import RestartPolicy
-from paceline._training.workers.worker_pools import InlinePool, JoinedPool, PendingCall, WorkerPool
+from paceline._training.workers.worker_pools import InlinePool, PendingCall, WorkerPool
 from paceline._training.workers.worker_settings import most_startable
 from paceline._training.workers.workers import ElasticLimits, Workers
-from paceline.core._arguments import GivenUpError, searched_metrics
+from paceline.core._arguments import searched_metrics
 from paceline.core._attempt_journal import describe_error, outcome_of, record_failed_end
+from paceline.core._exceptions import GivenUpError
 from paceline.core._read_runs import storage_at
 from paceline.core._run_opening import OpenedRun
 from paceline.core._run_storage import discard_unfinished
 from paceline.storage._checkpoint_storage import CheckpointStorage
-from paceline.train._run_protocol import (
-    Checkpoint,
-    Instance,
-    Job,
-    PreemptionWatch,
-    RankOutcome,
-    RunSpec,
-    StoredAt,
-)
-from paceline.train._run_reports import (
+from paceline.train._preemption_watch import PreemptionWatch
+from paceline.train._results import (
     IncompleteCheckpointError,
     Report,
     Results,
-    RunFollower,
     check_saves,
     warn_of_reports,
     warn_of_tuples,
 )
+from paceline.train._run_protocol import Checkpoint, Instance, Job, RankOutcome, RunSpec, StoredAt
 from paceline.train._trainer_arguments import (
     RunRequest,
     TrainWorkerSettings,
     check_storage,
     joined_limits,
 )
+from paceline.train._training_callbacks import RunFollower
 
 logger = logging.getLogger(__name__)
 

@@ -1,41 +1,29 @@
-"""Exchange between the driver and the workers of a run: jobs, outcomes, signals, checkpoints.
+"""Exchange between the driver and the workers of a run: jobs, outcomes, checkpoints.
 
-Also preemption, the gate of stepwise runs, and the run of this process. Loads no torch.
+Also the gate of stepwise runs, and the run of this process. Loads no torch.
 """
 
 import json
 import logging
 import os
-import shutil
-import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from uuid import NAMESPACE_OID, uuid5
 
-import msgspec
-
 from paceline._base.journal_records import decode_value
-from paceline._base.run_directory import Control, JournalKey, NotARunDirectoryError, RunDirectory
-from paceline._training.workers.channels import DriverLink, driver_link
-from paceline._training.workers.processes.signals_and_leftovers import noted_signals
-from paceline._training.workers.processes.worker_process import RankInfo
-from paceline._training.workers.ray.forwarded_storage import ForwardedRun, ForwardedStorage
-from paceline._training.workers.worker_failures import RunDirectoryError, signal_name
-from paceline.core._arguments import PreemptedError
+from paceline._base.run_directory import Control, RunDirectory
+from paceline._training.workers.channels import driver_link
+from paceline._training.workers.processes.rank_environment import RankInfo
 from paceline.core._preemption_and_search import ControlFile
 from paceline.core._read_runs import restorable_checkpoint
-from paceline.storage._checkpoint_files import CheckpointNotFoundError, check_state_version
-from paceline.storage._checkpoint_storage import (
-    CheckpointStorage,
-    Kept,
-    checkpoint_at,
-    storage_from,
-)
+from paceline.storage._checkpoint_errors import CheckpointNotFoundError, check_state_version
+from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.storage._retention_rules import Kept
+from paceline.storage._storage_from_url import checkpoint_at, storage_from
+from paceline.train._preemption_watch import StoppedError
 
 logger = logging.getLogger(__name__)
 
@@ -179,227 +167,10 @@ class RankOutcome(NamedTuple):
     is_to_compare: bool = False
 
 
-class RunAccess:
-    """Access of a worker to its journal and its checkpoints.
-
-    That is the run directory, if this node sees it. Else it is a directory of this node, from where
-    all is forwarded to the run directory. Checkpoints go to their storage directly, if this node
-    reaches it, and else through the driver.
-
-    Args:
-        spec: The run.
-        rank_info: The rank.
-
-    Attributes:
-        run: Where the checkpoints are noted that are being written.
-        journal_path: The directory for the rank's journal.
-        storage: Where checkpoints go.
-
-    Raises:
-        RunDirectoryError: This node does not see the run directory, and nothing is forwarded.
-    """
-
-    def __init__(self, spec: RunSpec, rank_info: RankInfo) -> None:
-        self.run = run = RunDirectory(Path(spec.run_dir))
-        key = JournalKey(spec.attempt, spec.generation, rank_info.rank)
-        self.journal_path = run.journal_path(key)
-        self.storage: CheckpointStorage = storage_from(spec.storage)
-        self._link = None
-        sees_run = _is_seen(run, spec)
-        link = driver_link()
-        if link is None and not sees_run:
-            raise RunDirectoryError(
-                f"The nodes of a launcher's workers must see the run directory {spec.run_dir!r},"
-                f" but node {os.uname().nodename} (rank {rank_info.rank}) does not. Hint:"
-                " Trainer(run_dir=...) on a file system that the nodes share."
-            )
-        if link is None:
-            return
-        sees_storage = _is_storage_seen(self.storage, run, link, sees_run)
-        if sees_run and sees_storage:
-            return
-        self._link = link
-        self._root = Path(tempfile.mkdtemp(prefix="paceline-run-"))
-        journal_path = RunDirectory(self._root).journal_path(key)
-        # Forwarding begins here: the driver then also removes the files left by a killed worker.
-        link.forward(self._root, journal_path, self.journal_path)
-        if not sees_run:
-            self.run, self.journal_path = ForwardedRun(run.path, link), journal_path
-        elif not sees_storage:
-            logger.warning(
-                "Node %s (rank %d) sees the run directory, but not the checkpoint storage %r of the"
-                " driver: its parts of checkpoints are sent to the driver. Hint: mount the same"
-                " directory there, if it is large.",
-                os.uname().nodename,
-                rank_info.rank,
-                spec.storage,
-            )
-        if not sees_storage:
-            self.storage = ForwardedStorage(spec.storage, link, self._root)
-
-    def close(self) -> None:
-        """Wait until the driver has every forwarded file, then remove the local directory."""
-        if self._link is not None:
-            self._link.ask("sync")
-            shutil.rmtree(self._root, ignore_errors=True)
-
-
-def storage_holding(stored: StoredAt) -> CheckpointStorage:
-    """Return a checkpoint's storage, through the driver if not visible to this node."""
-    storage = storage_from(stored.storage)
-    link = driver_link()
-    if link is None or storage.is_remote or storage.exists(stored.uuid):
-        return storage
-    return ForwardedStorage(stored.storage, link)
-
-
-def _is_seen(run: RunDirectory, spec: RunSpec) -> bool:
-    try:
-        return run.read_info().run_id == spec.run_id
-    except NotARunDirectoryError:
-        return False
-
-
-def _is_storage_seen(
-    storage: CheckpointStorage, run: RunDirectory, link: DriverLink, sees_run: bool
-) -> bool:
-    """Tell whether this node reaches the driver's storage by itself."""
-    root = storage.local_root
-    if storage.is_remote or root is None:
-        return storage.is_remote
-    if Path(os.path.realpath(root)).is_relative_to(os.path.realpath(run.path)):
-        return sees_run
-    mark = link.ask("mark", storage.url)
-    try:
-        # Without the right to write there, the driver could not store the files it is sent.
-        return mark is None or os.path.exists(mark)
-    finally:
-        link.ask("unmark")
-
-
-# How long a signal lets a run work until its next checkpoint, in seconds; as Slurm gives a job.
-_GRACE_S = 30.0
-
-
-class PreemptionWatch:
-    """Watch for preemption of a run: by a signal, or by a message of a master.
-
-    A train function stores its state by itself, so the run ends with its next checkpoint. After a
-    signal that may take 30 s; a run that has stored none and does not ask `should_preempt()` ends
-    by the signal at once, and so does any run at the second one.
-
-    Args:
-        run: The run directory, in which a master says that the run is to make room.
-    """
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._control = ControlFile(run)
-        self._signum: int | None = None
-        self._deadline: float | None = None
-        self._num_commits: int | None = None
-        self._is_moving = False
-        # A driver that was killed may have left it.
-        _move_path(run).unlink(missing_ok=True)
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether the function is to make room for workers on other nodes, and nothing else."""
-        return self._is_moving and self._signum is None and self._num_commits is None
-
-    def ask_to_move(self) -> None:
-        """Ask the function to store a checkpoint now, for continuing on other workers."""
-        if self._is_moving or not _listener_path(self._run).exists():
-            return
-        # Without the file nothing is asked, and the next call tries again.
-        with suppress(OSError):
-            _move_path(self._run).touch()
-            self._is_moving = True
-
-    def end_move(self) -> None:
-        """Mark the move to other workers as done."""
-        if self._is_moving:
-            self._is_moving = False
-            _move_path(self._run).unlink(missing_ok=True)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Take over SIGTERM and SIGUSR1 for a while, if this is the main thread."""
-        with noted_signals(("SIGTERM", "SIGUSR1"), self._note_signal):
-            yield
-
-    def is_due(self, num_commits: int) -> bool:
-        """Tell whether the run is to end now.
-
-        Args:
-            num_commits: How many checkpoints it has stored.
-        """
-        is_wanted = self._signum is not None or self._control.read().should_preempt
-        if is_wanted and self._num_commits is None:
-            self._begin(num_commits)
-        if self._num_commits is None:
-            return False
-        is_over = self._deadline is not None and time.monotonic() >= self._deadline
-        return is_over or num_commits > self._num_commits
-
-    def _note_signal(self, signum: int) -> None:
-        if self._signum is not None:
-            _end_by(signum)
-        self._signum = signum
-
-    def _begin(self, num_commits: int) -> None:
-        self._num_commits = num_commits
-        if self._signum is None:
-            logger.info("The master wants the run to make room: it ends with its next checkpoint.")
-            return
-        if not num_commits and not _listener_path(self._run).exists():
-            _end_by(self._signum)
-        # The function may ask whether it is to store a checkpoint now.
-        self._run.write_control(msgspec.structs.replace(self._control.read(), should_preempt=True))
-        self._deadline = time.monotonic() + _GRACE_S
-        logger.warning(
-            "%s: the run ends with its next checkpoint, after %g s at the latest; the same signal"
-            " again ends it at once.",
-            signal_name(self._signum),
-            _GRACE_S,
-        )
-
-
-def note_listener(run: RunDirectory) -> None:
-    """Mark the function as asking `should_preempt()`, so a signal leaves time for an answer."""
-    with suppress(OSError):
-        # A node that does not see the run directory cannot be asked, either.
-        _listener_path(run).touch()
-
-
-def is_to_move(run: RunDirectory) -> bool:
-    """Return whether to store a checkpoint now, to continue on workers of other nodes."""
-    return _move_path(run).exists()
-
-
-def _listener_path(run: RunDirectory) -> Path:
-    return run.path / "asks_should_preempt"
-
-
-def _move_path(run: RunDirectory) -> Path:
-    return run.path / "workers_move"
-
-
-def _end_by(signum: int) -> None:
-    """End this process, and so its workers, by the default action of a signal."""
-    # Default action: the exit status then names the signal.
-    signal.signal(signum, signal.SIG_DFL)
-    signal.raise_signal(signum)
-
-
 _FIRST_INTERVAL_S = 0.001
 _LONGEST_INTERVAL_S = 0.02
 # How long another rank than the chief waits for the chief to come to the same report, in seconds.
 _LONGEST_LAG_S = 1.0
-
-
-class StoppedError(PreemptedError):
-    """Raised by `report` when the driver of a stepwise run ends the run there."""
 
 
 class ReportGate:

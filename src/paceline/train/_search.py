@@ -24,7 +24,7 @@ from paceline._training.masterless_search_trials import (
 from paceline._training.workers.ray.cluster import RayConnection
 from paceline.core._run_opening import local_directory
 from paceline.core._train_context import RunFeedback
-from paceline.storage._checkpoint_files import CheckpointNotFoundError
+from paceline.storage._checkpoint_errors import CheckpointNotFoundError
 from paceline.train._run_protocol import Checkpoint
 from paceline.train._trainer import Trainer
 from paceline.train._trainer_arguments import CheckpointStrategy, check_train_function

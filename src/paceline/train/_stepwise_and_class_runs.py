@@ -15,10 +15,10 @@ from paceline._base.journal_records import encode_metrics
 from paceline._base.run_directory import Control, RunDirectory
 from paceline._training.workers.worker_failures import without_our_frames
 from paceline._training.workers.worker_pools import PendingCall
-from paceline.core._arguments import GivenUpError
+from paceline.core._exceptions import GivenUpError
+from paceline.train._results import Report, Results, check_saves, warn_of_reports
 from paceline.train._run_driver import RunDriver
 from paceline.train._run_protocol import Checkpoint, RankOutcome
-from paceline.train._run_reports import Report, Results, check_saves, warn_of_reports
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from paceline.search._samplers import (
     recalled_from,
 )
 from paceline.search._search import Search
-from paceline.search._search_method import (
+from paceline.search._search_messages import (
     Create,
     Exited,
     ExitReason,

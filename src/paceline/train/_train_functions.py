@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline._training.workers.processes.worker_process import RankInfo
-from paceline.core._arguments import NotOfferedError
+from paceline._training.workers.processes.rank_environment import RankInfo
+from paceline.core._exceptions import NotOfferedError
 from paceline.train._run_protocol import current_session
 
 if TYPE_CHECKING:
@@ -449,7 +449,7 @@ def get_dataset(name: str | int | None = None) -> Any:
         KeyError: There is none of this name.
         ValueError: It was given several, and there is no name.
     """
-    from paceline.train._worker_jobs import dataset_of
+    from paceline.train._worker_datasets import dataset_of
 
     return dataset_of(current_session(), name)
 
@@ -464,7 +464,7 @@ def get_datasets() -> Any:
     Raises:
         RuntimeError: It was given none, or this is outside of a run.
     """
-    from paceline.train._worker_jobs import datasets_of
+    from paceline.train._worker_datasets import datasets_of
 
     return datasets_of(current_session())
 

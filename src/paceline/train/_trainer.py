@@ -14,7 +14,7 @@ from paceline._base.arguments_and_errors import check_dictionary, integer, optio
 from paceline._base.imports import html_table, text_table
 from paceline._training.workers.ray.cluster import check_ray_data
 from paceline._training.workers.worker_settings import checked_resources
-from paceline.core._arguments import GivenUpError
+from paceline.core._exceptions import GivenUpError
 from paceline.core._run_opening import (
     OpenedRun,
     join_run,
@@ -24,9 +24,9 @@ from paceline.core._run_opening import (
     resuming_by,
 )
 from paceline.core._run_storage import GivenStorage, check_given_storage, given_storage
+from paceline.train._results import Results
 from paceline.train._run_driver import RunDriver, TrainWorkers
 from paceline.train._run_protocol import Checkpoint, Instance
-from paceline.train._run_reports import Results, TrainingCallback
 from paceline.train._stepwise_and_class_runs import ClassRun, RunIterator, StepwiseRun, as_ranks
 from paceline.train._trainer_arguments import (
     NOT_GIVEN,
@@ -47,6 +47,7 @@ from paceline.train._trainer_arguments import (
     trainer_torch_config,
     with_run_lines,
 )
+from paceline.train._training_callbacks import TrainingCallback
 
 _HEADER = ("rank", "node", "pid", "device", "CPU cores", "GPUs")
 

@@ -13,21 +13,21 @@ from typing import Any
 from paceline import core
 from paceline._base.arguments_and_errors import count, one_of
 from paceline._base.gpus import num_visible_gpus
+from paceline._training.workers.joined_pool import JoinedPool
 from paceline._training.workers.ray.cluster import RayShards, is_ray_dataset
-from paceline._training.workers.worker_pools import JoinedPool
 from paceline._training.workers.worker_settings import (
     WorkerResources,
     WorkerSettings,
     chosen_cluster,
 )
 from paceline._training.workers.workers import ElasticLimits
-from paceline.core._arguments import NotOfferedError
 from paceline.core._distributed_context import DistributedContext
+from paceline.core._exceptions import NotOfferedError
 from paceline.core._launcher_place import launched_place
 from paceline.core._run_storage import check_shared_storage
-from paceline.core._trackers_and_tensorboard import Tracker, as_trackers
+from paceline.core._trackers import Tracker, as_trackers
 from paceline.data._dataset import Dataset, Fold, read
-from paceline.storage._checkpoint_storage import storage_from
+from paceline.storage._storage_from_url import storage_from
 from paceline.train._run_protocol import (
     Checkpoint,
     Instance,
@@ -35,7 +35,12 @@ from paceline.train._run_protocol import (
     current_session,
     is_pool_worker,
 )
-from paceline.train._run_reports import PrintCallback, ProgressCallback, RunLines, TrainingCallback
+from paceline.train._training_callbacks import (
+    PrintCallback,
+    ProgressCallback,
+    RunLines,
+    TrainingCallback,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.client import Experiment, Trial
 from paceline.config import validate_config
 from paceline.search._search import replay
-from paceline.search._search_method import input_from_json, message_to_json
+from paceline.search._search_messages import input_from_json, message_to_json
 from paceline.storage import CheckpointError, DirectoryStorage
 
 _SEED = 11

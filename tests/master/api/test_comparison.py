@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import update
 
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.metric_rows_and_times import CurvePart, part_of, spread_of
-from paceline._cluster.master.store.metric_series import Curve
+from paceline._cluster.master.store.group_curves import CurvePart, part_of, spread_of
+from paceline._cluster.master.store.series_reader import Curve
 
 
 def curve(x: Any, y: Any, max_points: int = 100, *limits: float) -> CurvePart:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from paceline._cluster.master.api import master_routes as _master_routes
+from paceline._cluster.master.api import status_and_event_routes as _master_routes
 from paceline._cluster.master.store.api_models_from_rows import encode_cursor
 
 EMPTY = hashlib.sha256(b"").hexdigest()

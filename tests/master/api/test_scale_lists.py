@@ -235,7 +235,7 @@ def halving(master: Any, look_after: int = 0) -> None:
 def test_a_view_that_was_made_during_a_search_does_not_outlive_it(
     make_master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline._cluster.master.experiments import stored_searches as _stored_search_views
+    from paceline._cluster.master.searches import stored_searches as _stored_search_views
 
     # As on a machine on which it takes long to make one.
     monkeypatch.setattr(_stored_search_views, "_REST", 1e9)
@@ -253,8 +253,8 @@ def test_a_view_that_was_made_during_a_search_does_not_outlive_it(
 def test_rungs_are_those_of_the_search_and_its_inputs_are_not_applied_again(
     make_master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline._cluster.master.experiments import stored_searches as _stored_search_views
-    from paceline._cluster.master.experiments.stored_searches import load_search
+    from paceline._cluster.master.searches import stored_searches as _stored_search_views
+    from paceline._cluster.master.searches.stored_searches import load_search
 
     master = make_master(num_slots=1)
     halving(master)
@@ -306,7 +306,7 @@ def test_rungs_are_those_of_the_search_and_its_inputs_are_not_applied_again(
 def test_rungs_of_a_search_that_goes_on_follow_its_inputs(
     make_master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline._cluster.master.experiments import stored_searches as _stored_search_views
+    from paceline._cluster.master.searches import stored_searches as _stored_search_views
 
     monkeypatch.setattr(_stored_search_views, "_REST", 0)
     master = make_master(num_slots=1)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.master.store.series_writer import MAX_NAMES
+from paceline._cluster.master.store.metric_summaries import MAX_NAMES
 from paceline.client import Client
 
 
@@ -65,7 +65,7 @@ def test_a_page_of_rows_with_many_metrics_ends_earlier(
 def test_names_of_metrics_come_in_pages_and_a_client_reads_the_groups_of_all(
     master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline._cluster.master.store.series_writer.MAX_GROUPS", 2)
+    monkeypatch.setattr("paceline._cluster.master.store.metric_summaries.MAX_GROUPS", 2)
     report_names(master, 30)
     path, names, cursor = "/experiments/1/metric-names", [], None
     while not names or cursor is not None:

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from paceline._cluster.master.api.trial_and_series_routes import _csv_lines, _csv_selection
-from paceline._cluster.master.store.metric_series import Points
+from paceline._cluster.master.store.series_reader import Points
 from paceline._cluster.master.store.series_writer import store_columns
 
 NUM_POINTS = 250_000

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from paceline._cluster.master.api.master_routes import WebUi
+from paceline._cluster.master.api.web_ui_files import WebUi
 
 PAGE = b"<!doctype html><script>let a=1</script><script src=/assets/app-1a.js></script>"
 SCRIPT = b"console.log('paceline');" * 100

@@ -20,8 +20,8 @@ from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.retention import Retention
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StorageMarks
-from paceline._cluster.master.experiments.stored_searches import Searches
 from paceline._cluster.master.home_directory import SecretStore
+from paceline._cluster.master.searches.stored_searches import Searches
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.trial_logs import LogStore
@@ -31,7 +31,7 @@ from paceline._cluster.messages.states import ErrorKind, ExitReason
 from paceline.config import validate_config
 from paceline.journal import AnyRecord, CheckpointStored, MetricsReported, PreemptionAcknowledged
 from paceline.search._search import replay
-from paceline.search._search_method import input_from_json, message_to_json
+from paceline.search._search_messages import input_from_json, message_to_json
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "single": {"name": "single"},

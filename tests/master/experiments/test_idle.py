@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline._base.journal_records import MetricsReported, TimeSpent
-from paceline._cluster.master.experiments.attempt_runners import Activities, judge_idle
+from paceline._cluster.master.experiments.idle_trials import Activities, judge_idle
 from paceline._cluster.master.scheduling.pools import IdleLimits
 
 WAYS = ("silent", "unused")

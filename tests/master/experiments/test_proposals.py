@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.master.experiments import sampler_answers
-from paceline._cluster.master.experiments.stored_searches import load_search
+from paceline._cluster.master.searches import sampler_answers
+from paceline._cluster.master.searches.stored_searches import load_search
 from paceline._cluster.master.store import tables
 from paceline.config import validate_config
 from paceline.search._search import replay
-from paceline.search._search_method import input_from_json, message_to_json
+from paceline.search._search_messages import input_from_json, message_to_json
 
 ONE_BY_ONE = {"name": "random", "metric": "loss", "max_trials": 4, "max_concurrent_trials": 1}
 

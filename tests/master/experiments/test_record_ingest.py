@@ -10,9 +10,10 @@ from paceline._base.journal_records import encode_float
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
 from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.attempt_times import time_shares
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.metric_rows_and_times import read_rows, time_shares
-from paceline._cluster.master.store.series_writer import read_summary
+from paceline._cluster.master.store.metric_rows import read_rows
+from paceline._cluster.master.store.metric_summaries import read_summary
 from paceline._cluster.messages.runner_messages import Mark, RecordBatch
 from paceline.journal import (
     AlertRaised,
@@ -28,7 +29,7 @@ from paceline.journal import (
     StatusReported,
     TimeSpent,
 )
-from paceline.search._search_method import Proposed
+from paceline.search._search_messages import Proposed
 
 
 @pytest.fixture
@@ -296,7 +297,7 @@ def test_a_repeated_report_after_a_restart_is_not_decided_again(bench: Any, halv
     bench.validate(second, 2, loss=0.4)
     bench.check_replay(halving)
     with bench.database.read() as connection:
-        from paceline._cluster.master.experiments.stored_searches import load_search
+        from paceline._cluster.master.searches.stored_searches import load_search
 
         search = load_search(connection, halving).search
         assert search is not None

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paceline._cluster.master.experiments.experiment_edits import edit_experiment
-from paceline._cluster.master.experiments.search_limits import SearchClock, end_reason, used_limits
 from paceline._cluster.master.experiments.state_decisions import RefusedError
-from paceline._cluster.master.experiments.stored_searches import Searches
+from paceline._cluster.master.searches.search_limits import SearchClock, end_reason, used_limits
+from paceline._cluster.master.searches.stored_searches import Searches
 from paceline._cluster.messages.states import ErrorKind
 from paceline.config import ConfigError
 from paceline.search import Exited, ExitReason, Reported

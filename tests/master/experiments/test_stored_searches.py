@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from sqlalchemy import func, insert, select
 
-from paceline._cluster.master.experiments.stored_searches import Searches, load_search
+from paceline._cluster.master.searches.stored_searches import Searches, load_search
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
 from paceline.search import Exited, ExitReason, Input, Reported

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from paceline._cluster.master.experiments import retention as _sweep
-from paceline._cluster.master.experiments.checkpoints import CheckpointPlace, delete_files
+from paceline._cluster.master.experiments.checkpoint_places import CheckpointPlace
+from paceline._cluster.master.experiments.checkpoints import delete_files
 from paceline._cluster.master.experiments.retention import sweep_checkpoints
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.storage_calls import StorageCalls

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline._base.process_and_network import RequestProgram
+from paceline._base.request_program import RequestProgram
 from paceline._cluster.master.starters import ray_guard as _ray_guard
 from paceline._cluster.master.starters.slurm_ssh_ray_starters import StarterError
 

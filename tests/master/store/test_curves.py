@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline._cluster.master.store import metric_series
+from paceline._cluster.master.store import series_reader
 from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.store.metric_rows_and_times import add_metrics, read_series
-from paceline._cluster.master.store.metric_series import (
+from paceline._cluster.master.store.metric_rows import add_metrics, read_series
+from paceline._cluster.master.store.series_reader import (
     Curve,
     Selection,
     cut_curve,
@@ -60,7 +60,7 @@ def test_many_curves_are_read_in_bounded_batches_as_each_one_alone(
         rows = [(n, {"loss": float(trial * n), "epoch": n / 10}) for n in range(1, 2500)]
         store(database, trial, 1, 0, rows)
     store(database, trials[0], 2, 1500, [(1501, {"loss": -1.0, "epoch": 9.0})])
-    monkeypatch.setattr(metric_series, "_POINTS_AT_ONCE", 1)
+    monkeypatch.setattr(series_reader, "_POINTS_AT_ONCE", 1)
     order = [trials[2], trials[0], trials[1], 10_000]
     for x in ("batches", "time", "epoch"):
         with database.read() as connection:

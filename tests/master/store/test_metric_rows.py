@@ -12,14 +12,14 @@ from sqlalchemy import select, update
 from paceline._base.journal_records import decode_value, encode_metrics, same_value
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.store.metric_rows_and_times import (
+from paceline._cluster.master.store.metric_rows import (
     Conflict,
     add_metrics,
     has_points_beyond,
     read_rows,
     read_series,
 )
-from paceline._cluster.master.store.series_writer import Summary, read_summary, trim_summaries
+from paceline._cluster.master.store.metric_summaries import Summary, read_summary, trim_summaries
 from paceline.journal import MetricsReported
 
 AddTrial = Callable[..., int]

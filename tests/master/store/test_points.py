@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from paceline._base.journal_records import encode_metrics
 from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.store.metric_rows_and_times import add_metrics, iter_points, read_rows
-from paceline._cluster.master.store.metric_series import Selection
+from paceline._cluster.master.store.metric_rows import add_metrics, iter_points, read_rows
+from paceline._cluster.master.store.series_reader import Selection
 from paceline.journal import MetricsReported
 
 AddTrial = Callable[..., int]

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, delete, insert, select, update
 
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.store.metric_summaries import all_metric_names, metric_names
 from paceline._cluster.master.store.row_ids_and_counts import (
     ARCHIVED,
     ATTEMPTS,
@@ -20,7 +21,6 @@ from paceline._cluster.master.store.row_ids_and_counts import (
     number_by_state,
     numbers_of,
 )
-from paceline._cluster.master.store.series_writer import all_metric_names, metric_names
 
 _TABLES: dict[str, Any] = {
     TRIALS: tables.trials, ATTEMPTS: tables.attempts, CHECKPOINTS: tables.checkpoints,

@@ -11,7 +11,7 @@ from sqlalchemy import select
 from paceline._base.journal_records import encode_metrics
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.store.metric_rows_and_times import (
+from paceline._cluster.master.store.metric_rows import (
     add_metrics,
     metric_at,
     read_rows,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline._cluster.master.store.metric_series import Curve, sample_curve, smooth_at
+from paceline._cluster.master.store.series_reader import Curve, sample_curve, smooth_at
 
 
 def curve_of(steps: Any, y: Any) -> Curve:

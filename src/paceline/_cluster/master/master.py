@@ -1,17 +1,11 @@
-"""The master put together from its parts, with its counters and measurements.
-
-The size of the home is one of the measurements.
-"""
+"""The master put together from its parts."""
 
 import logging
-import os
-import shutil
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client import disable_created_metrics
 
 import paceline
 from paceline._base.gpus import KnownGpu
@@ -24,34 +18,36 @@ from paceline._cluster.master.authentication import (
     Tokens,
 )
 from paceline._cluster.master.executors import Executor, ExecutorContext, LocalExecutor
-from paceline._cluster.master.experiments.attempt_runners import IdleTrials
 from paceline._cluster.master.experiments.attempts import LaunchSources, Leases
 from paceline._cluster.master.experiments.deletions import FileRemoval
-from paceline._cluster.master.experiments.directory_watchers import RunsWatcher, TensorboardWatcher
+from paceline._cluster.master.experiments.directory_watchers import RunsWatcher
 from paceline._cluster.master.experiments.experiment_commands import Commands
+from paceline._cluster.master.experiments.idle_trials import IdleTrials
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
 from paceline._cluster.master.experiments.reconciler import Reconciler
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.retention import Retention
-from paceline._cluster.master.experiments.sampler_answers import SamplerAnswers
-from paceline._cluster.master.experiments.search_limits import SearchClock
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StorageMarks, in_own_thread
 from paceline._cluster.master.experiments.storage_health import StorageHealth
-from paceline._cluster.master.experiments.stored_searches import (
-    Searches,
-    SearchViews,
-    missing_methods,
-    undecided_searches,
-)
+from paceline._cluster.master.experiments.tensorboard_watcher import TensorboardWatcher
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
 from paceline._cluster.master.home_directory import Home, SecretStore
+from paceline._cluster.master.measurements import HomeSizes, Measurements
 from paceline._cluster.master.nodes.checkpoint_transfers import Transfers
 from paceline._cluster.master.nodes.node_registry import Nodes
 from paceline._cluster.master.nodes.node_work import LostNodes, NodeExecutor
 from paceline._cluster.master.notify.notices import NotifySettings
 from paceline._cluster.master.notify.notifier import Notifier
 from paceline._cluster.master.oidc_provider import OidcProvider, OidcSettings
+from paceline._cluster.master.searches.sampler_answers import SamplerAnswers
+from paceline._cluster.master.searches.search_limits import SearchClock
+from paceline._cluster.master.searches.stored_searches import (
+    Searches,
+    SearchViews,
+    missing_methods,
+    undecided_searches,
+)
 from paceline._cluster.master.starters.pool_runners import PoolDefinition, PoolRunners
 from paceline._cluster.master.starters.slurm_ssh_ray_starters import Starter
 from paceline._cluster.master.store.api_models_from_rows import EncodingCache
@@ -66,131 +62,12 @@ from paceline._cluster.master.users import AuditLog, Users
 from paceline._cluster.master.waiting import WaitingRequests, Wakeups
 from paceline._cluster.messages.runner_messages import LOCAL_NAME, MasterAddress, NodeFacts
 from paceline._cluster.runner.attempt_directory import FILE_NAME as SECRET_FILE_NAME
-from paceline._cluster.runner.node_runner import describe_machine
+from paceline._cluster.runner.node_facts import describe_machine
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_BOUNDS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)
-_LAG_BOUNDS_S = (0.1, 0.5, 1.0, 5.0, 30.0, 300.0)
-DEFAULT_SLOW_REQUEST_S = 1.0
 # Series of the times at which other series began would double their number.
 disable_created_metrics()  # type: ignore[no-untyped-call]
-
-
-class Measurements:
-    """Counts since the start of the master; safe to use from any thread.
-
-    Args:
-        slow_request_s: Seconds until the answer begins, from which on a request is slow.
-    """
-
-    def __init__(self, slow_request_s: float = DEFAULT_SLOW_REQUEST_S) -> None:
-        self.slow_request_s = slow_request_s
-        self.newest_lag_s: float | None = None
-        self.registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "paceline_http_requests",
-            "Requests answered.",
-            ["method", "route", "status"],
-            registry=registry,
-        )
-        self._slow = Counter(
-            "paceline_slow_requests", "Slow requests.", ["route"], registry=registry
-        )
-        self._seconds = Histogram(
-            "paceline_http_request_seconds",
-            "Seconds until an answer began.",
-            ["route"],
-            registry=registry,
-            buckets=_REQUEST_BOUNDS_S,
-        )
-        self._lag = Histogram(
-            "paceline_ingest_lag_seconds",
-            "How old the newest record of a request was when it was stored.",
-            registry=registry,
-            buckets=_LAG_BOUNDS_S,
-        )
-
-    def note_request(self, method: str, route: str, status: int, seconds: float | None) -> bool:
-        """Count a request; return whether the request was slow; `seconds` None: a long poll."""
-        is_slow = seconds is not None and seconds >= self.slow_request_s
-        self._requests.labels(method, route, str(status)).inc()
-        if seconds is not None:
-            self._seconds.labels(route).observe(seconds)
-        if is_slow:
-            self._slow.labels(route).inc()
-        return is_slow
-
-    def note_lag(self, seconds: float) -> None:
-        """Record the age of a request's newest record at the time of storing."""
-        self.newest_lag_s = max(seconds, 0.0)
-        self._lag.observe(self.newest_lag_s)
-
-    def num_requests(self) -> int:
-        """Return the number of requests."""
-        return _total(self._requests)
-
-    def num_slow_requests(self) -> int:
-        """Return the number of slow requests."""
-        return _total(self._slow)
-
-
-def _total(counter: Counter) -> int:
-    return int(sum(sample.value for metric in counter.collect() for sample in metric.samples))
-
-
-_MAX_AGE_S = 600.0
-_DIRECTORIES = ("logs", "contexts", "attempts", "files")
-
-
-class HomeSizes:
-    """The bytes of the parts of a home; the directories' are up to ten minutes old."""
-
-    def __init__(self, home: Path) -> None:
-        self._home = home
-        self._lock = threading.Lock()
-        self._measured_at = -_MAX_AGE_S
-        self._is_measuring = False
-        self._sizes: dict[str, int] = {}
-
-    def read(self) -> dict[str, int]:
-        """Return bytes by part; the directories are missing until they were measured once."""
-        with self._lock:
-            is_due = time.monotonic() - self._measured_at >= _MAX_AGE_S
-            if is_due and not self._is_measuring:
-                self._is_measuring = True
-                threading.Thread(target=self._measure, name="home-sizes", daemon=True).start()
-            found = dict(self._sizes)
-        for name, suffix in (("database", ""), ("write_ahead_log", "-wal")):
-            path = self._home / f"master.sqlite{suffix}"
-            found[name] = path.stat().st_size if path.exists() else 0
-        return found
-
-    def free_bytes(self) -> int:
-        """Return how many bytes are free on the home's disk."""
-        return shutil.disk_usage(self._home).free
-
-    def _measure(self) -> None:
-        try:
-            sizes = {name: _bytes_below(f"{self._home}/{name}") for name in _DIRECTORIES}
-        finally:
-            with self._lock:
-                self._is_measuring = False
-                self._measured_at = time.monotonic()
-        with self._lock:
-            self._sizes = sizes
-
-
-def _bytes_below(directory: str) -> int:
-    total = 0
-    for root, _, names in os.walk(directory):
-        for name in names:
-            try:
-                total += os.lstat(f"{root}/{name}").st_size
-            except OSError:
-                # Gone meanwhile.
-                continue
-    return total
 
 
 class Master:

@@ -38,14 +38,15 @@ from paceline._cluster.master.api.request_limits import (
 from paceline._cluster.master.executors import executor_named
 from paceline._cluster.master.experiments.attempts import DEFAULT_LEASE_S, Leases
 from paceline._cluster.master.home_directory import Home
-from paceline._cluster.master.master import DEFAULT_SLOW_REQUEST_S, Master, Measurements
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.measurements import DEFAULT_SLOW_REQUEST_S, Measurements
 from paceline._cluster.master.notify.notices import NOTIFY_FILE, read_notify_file
 from paceline._cluster.master.oidc_provider import OIDC_FILE, read_oidc_file
 from paceline._cluster.master.starters.pool_runners import POOL_FILE, read_pool_file
 from paceline._cluster.messages.master_models import RUNNER_GRACE_S, Shutdown
 from paceline._cluster.messages.runner_messages import LOCAL_NAME
-from paceline._cluster.runner.attempt_preparation_and_end import ArchiveLimits
-from paceline._cluster.runner.node_runner import describe_machine, find_slots
+from paceline._cluster.runner.code_archive import ArchiveLimits
+from paceline._cluster.runner.node_facts import describe_machine, find_slots
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from paceline._base.run_directory import RunDirectory, RunInfo
 from paceline._cluster.messages.runner_messages import AttemptSpec, MasterAddress, NodeLaunch
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_directory import AttemptDirectory, place_checkpoints
-from paceline._cluster.runner.attempt_preparation_and_end import is_shortage
-from paceline._cluster.runner.master_link_and_output import (
+from paceline._cluster.runner.attempt_preparation import is_shortage
+from paceline._cluster.runner.master_link import (
     MasterBackoff,
     MasterLink,
     RefusedByMasterError,
@@ -326,7 +326,7 @@ class AttemptProcesses:
     @staticmethod
     def _end_leftovers(directory: AttemptDirectory) -> None:
         # Seldom needed, and it loads more of the runner than the master needs.
-        from paceline._cluster.runner.attempt_preparation_and_end import (
+        from paceline._cluster.runner.attempt_end import (
             end_leftovers,
             make_attempt_end,
             write_attempt_end,
@@ -411,10 +411,8 @@ class WantedAttempts:
     def _report_failure(self, attempt_id: int, launch: NodeLaunch | None, error: Exception) -> None:
         """Report an attempt's failed start to the master, to avoid waiting for its lease."""
         # Loaded late: it needs much that a runner without attempts does not.
-        from paceline._cluster.runner.attempt_preparation_and_end import (
-            judge_start,
-            make_attempt_end,
-        )
+        from paceline._cluster.runner.attempt_end import make_attempt_end
+        from paceline._cluster.runner.attempt_preparation import judge_start
 
         if launch is None:
             return

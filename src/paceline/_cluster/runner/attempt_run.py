@@ -25,11 +25,7 @@ from paceline._cluster.runner.attempt_directory import (
     place_on_each_node,
     read_secret_file,
 )
-from paceline._cluster.runner.attempt_preparation_and_end import (
-    ArchiveLimits,
-    ArchiveTooLargeError,
-    UnusableConfigError,
-    judge_start,
+from paceline._cluster.runner.attempt_end import (
     make_attempt_end,
     read_attempt_finish,
     read_end,
@@ -37,23 +33,34 @@ from paceline._cluster.runner.attempt_preparation_and_end import (
     report_failed_start,
     ship_end,
     ship_leftover_reports,
-    sync_environment,
-    unpack_archive,
     write_attempt_end,
 )
-from paceline._cluster.runner.checkpoint_shipping import fetch_checkpoint, fetch_code
+from paceline._cluster.runner.attempt_preparation import (
+    UnusableConfigError,
+    judge_start,
+    sync_environment,
+)
+from paceline._cluster.runner.checkpoint_and_code_fetching import fetch_checkpoint, fetch_code
+from paceline._cluster.runner.code_archive import (
+    ArchiveLimits,
+    ArchiveTooLargeError,
+    unpack_archive,
+)
 from paceline._cluster.runner.interactive_task import InteractiveTask
 from paceline._cluster.runner.master_follower import MasterFollower, UseMeter
-from paceline._cluster.runner.master_link_and_output import MasterLink, OutputSpool
+from paceline._cluster.runner.master_link import MasterLink
+from paceline._cluster.runner.output_spool import OutputSpool
 from paceline._cluster.runner.record_shipping import Shipper
 from paceline._cluster.runner.trial_memories import hold_memory, keep_memory
 from paceline._training.workers.processes.local_worker_group import LocalGroup
-from paceline._training.workers.processes.template_client import FRESH_START_VARIABLE, Template
-from paceline._training.workers.processes.worker_output import OutputLine
-from paceline._training.workers.processes.worker_process import (
+from paceline._training.workers.processes.rank_environment import (
     SHARDS_VARIABLE,
     THREADS_MARK,
     THREADS_VARIABLE,
+)
+from paceline._training.workers.processes.template_client import FRESH_START_VARIABLE, Template
+from paceline._training.workers.processes.worker_output import OutputLine
+from paceline._training.workers.processes.worker_process import (
     ProcessHandle,
     WorkerSpec,
     start_process,

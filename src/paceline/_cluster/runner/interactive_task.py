@@ -24,7 +24,7 @@ from paceline._cluster.messages.runner_messages import (
     StreamNames,
     StreamPoll,
 )
-from paceline._cluster.runner.master_link_and_output import (
+from paceline._cluster.runner.master_link import (
     MasterBackoff,
     MasterLink,
     RefusedByMasterError,

@@ -14,14 +14,14 @@ from paceline._base.gpus import CUDA_VARIABLE, ask_gpu_program
 from paceline._base.run_directory import Control, RunDirectory
 from paceline._cluster.messages.runner_messages import AttemptControl
 from paceline._cluster.messages.states import ExitReason
-from paceline._cluster.runner.master_link_and_output import (
+from paceline._cluster.runner.master_link import (
     MasterBackoff,
     MasterLink,
     RefusedByMasterError,
     UnreachableError,
 )
+from paceline._training.workers.processes.leftover_processes import use_by_marked
 from paceline._training.workers.processes.local_worker_group import LocalGroup
-from paceline._training.workers.processes.signals_and_leftovers import use_by_marked
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,8 @@ from msgspec.structs import replace
 from paceline._base.files import open_private
 from paceline._base.journal_reading_and_writing import Entry, JournalReader, JournalVersionError
 from paceline._base.journal_records import MediaFile, RecordLost, encode_record
-from paceline._base.run_directory import (
-    MAX_SMALL_BYTES,
-    REFUSED_FILE_STATUSES,
-    FileShipping,
-    JournalKey,
-    LostFileError,
-)
+from paceline._base.run_directory import MAX_SMALL_BYTES, REFUSED_FILE_STATUSES, JournalKey
+from paceline._base.run_tail_and_files import FileShipping, LostFileError
 from paceline._cluster.messages.runner_messages import (
     AttemptControl,
     AttemptEnd,
@@ -33,16 +28,16 @@ from paceline._cluster.runner.checkpoint_shipping import (
     ShardShipper,
     without_checkpoint,
 )
-from paceline._cluster.runner.master_link_and_output import (
+from paceline._cluster.runner.master_link import (
     MasterBackoff,
     MasterFailedError,
     MasterLink,
-    OutputShipper,
     RefusedByMasterError,
     ShippingLoop,
     UnreachableError,
     encode,
 )
+from paceline._cluster.runner.output_spool import OutputShipper
 
 logger = logging.getLogger(__name__)
 

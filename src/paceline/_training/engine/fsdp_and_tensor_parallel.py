@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline._training.engine.devices import (
+from paceline._training.engine.gradient_reduction import AllReduce, DataParallel
+from paceline._training.engine.tensor_copies_and_digests import (
     TensorDigests,
     is_sharded,
     local_part,
     parameters_of,
 )
-from paceline._training.engine.gradient_reduction import AllReduce, DataParallel
-from paceline.core._arguments import NotOfferedError
 from paceline.core._distributed_context import DistributedContext
+from paceline.core._exceptions import NotOfferedError
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 import xxhash
 
-from paceline._training.engine.devices import TensorDigests, copy_piece, is_sharded, parameters_of
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     RankGrid,
     ShardUnits,
@@ -27,6 +26,12 @@ from paceline._training.engine.fsdp_and_tensor_parallel import (
     shard_units_of,
 )
 from paceline._training.engine.gradient_reduction import plain_model
+from paceline._training.engine.tensor_copies_and_digests import (
+    TensorDigests,
+    copy_piece,
+    is_sharded,
+    parameters_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline._training.engine.devices import Precision, all_parameters, is_sharded, parameters_of
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     RankGrid,
     check_shard_size,
@@ -23,16 +22,22 @@ from paceline._training.engine.gradient_reduction import (
     AllReduce,
     DataParallel,
     FlatReduction,
-    HorovodSum,
     OptimizerReductions,
     OverlappedAllReduce,
     TravellingSignal,
 )
-from paceline._training.engine.gradient_sync import Accumulation
+from paceline._training.engine.horovod_reduction import HorovodSum
 from paceline._training.engine.model_preparation import FrozenBase, ModelOptions, ModelWrapper
+from paceline._training.engine.own_loop_gradients import Accumulation
+from paceline._training.engine.precision import Precision
 from paceline._training.engine.profiling import BACKWARD, REDUCE, STEP, StepTimer
 from paceline._training.engine.rank_differences import RankCheck, RankDigest
 from paceline._training.engine.steps_by_user_code import WatchedUserCalls
+from paceline._training.engine.tensor_copies_and_digests import (
+    all_parameters,
+    is_sharded,
+    parameters_of,
+)
 from paceline._training.engine.verify_steps import StepReplay
 from paceline.core._distributed_context import DistributedContext
 

@@ -19,7 +19,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from paceline._training.engine.devices import (
+from paceline._training.engine.gradient_reduction import plain_model
+from paceline._training.engine.tensor_copies_and_digests import (
     TensorDigests,
     is_sharded,
     local_part,
@@ -27,7 +28,6 @@ from paceline._training.engine.devices import (
     parameters_of,
     piece_here,
 )
-from paceline._training.engine.gradient_reduction import plain_model
 from paceline._training.workers.worker_failures import RanksDifferError
 from paceline.core._distributed_context import DistributedContext
 

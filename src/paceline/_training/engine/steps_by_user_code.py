@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline._training.engine.devices import parameters_of
 from paceline._training.engine.gradient_reduction import FlatReduction, OverlappedAllReduce
-from paceline._training.engine.gradient_sync import GradientSync
+from paceline._training.engine.own_loop_gradients import GradientSync
 from paceline._training.engine.profiling import REDUCE
+from paceline._training.engine.tensor_copies_and_digests import parameters_of
 
 if TYPE_CHECKING:
     from paceline._training.engine.optimizer_stepper import Stepper

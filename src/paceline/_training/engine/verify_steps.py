@@ -8,15 +8,15 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline._base.arguments_and_errors import check_count, one_of
-from paceline._training.engine.devices import (
+from paceline._training.engine.gradient_reduction import OverlappedAllReduce, plain_model
+from paceline._training.engine.own_loop_gradients import GradientSync
+from paceline._training.engine.steps_by_user_code import calling_method
+from paceline._training.engine.tensor_copies_and_digests import (
     TensorDigests,
     local_part,
     named_parameters,
     parameters_of,
 )
-from paceline._training.engine.gradient_reduction import OverlappedAllReduce, plain_model
-from paceline._training.engine.gradient_sync import GradientSync
-from paceline._training.engine.steps_by_user_code import calling_method
 from paceline._training.workers.worker_failures import StepsDifferError
 from paceline.data._order_and_random_generators import capture_random_state, restore_random_state
 

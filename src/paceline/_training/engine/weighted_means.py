@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core._arguments import NonFiniteError
 from paceline.core._distributed_context import DistributedContext
+from paceline.core._exceptions import NonFiniteError
 from paceline.data._sharded_streams import sum_over_ranks
 
 # Stands for a model or an optimizer of the trial in the state to be stored.

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from paceline._training.workers.pickled_calls import dump_error, load_error
 from paceline._training.workers.processes import worker_program as _worker_program
-from paceline._training.workers.processes.signals_and_leftovers import STACKS_SIGNAL
+from paceline._training.workers.processes.process_facts_and_signals import STACKS_SIGNAL
 from paceline._training.workers.processes.worker_program import EVENT_KIND, HEADER, OUTCOME_KIND
 from paceline._training.workers.stuck_ranks import ProgressMeter
 

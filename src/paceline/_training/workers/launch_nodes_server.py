@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._base.exceptions import CollectiveMismatchError
 from paceline._base.process_and_network import PortReservation
 from paceline._training.workers.channels import ChannelFrame, DriverChannel, FrameKind
 from paceline._training.workers.stuck_ranks import HangWatch, Progress, WatchedRank

@@ -20,7 +20,7 @@ from types import CodeType, ModuleType
 from typing import IO, Any, NamedTuple
 
 import paceline
-from paceline._base.arguments_and_errors import rebuilt_error
+from paceline._base.exceptions import rebuilt_error
 from paceline._training.workers.processes.worker_program import describe_exit, exit_code_of
 from paceline._training.workers.shared_memory import (
     Buffer,

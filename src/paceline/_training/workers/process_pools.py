@@ -17,14 +17,16 @@ from paceline._base.process_and_network import PortReservation, num_cores
 from paceline._training.workers.channels import RunEvents
 from paceline._training.workers.pickled_calls import PackedCall, pack_call
 from paceline._training.workers.processes.local_worker_group import LocalGroup
-from paceline._training.workers.processes.template_client import Template
-from paceline._training.workers.processes.templates import ProgramStart, forking_start
-from paceline._training.workers.processes.worker_output import LinePrinter
-from paceline._training.workers.processes.worker_process import (
+from paceline._training.workers.processes.rank_environment import (
     COLLECTIVE_TIMEOUT_VARIABLE,
     THREADS_MARK,
     THREADS_VARIABLE,
     NodeLayout,
+)
+from paceline._training.workers.processes.template_client import Template
+from paceline._training.workers.processes.templates import ProgramStart, forking_start
+from paceline._training.workers.processes.worker_output import LinePrinter
+from paceline._training.workers.processes.worker_process import (
     OnLine,
     Start,
     WorkerProcess,

@@ -23,7 +23,7 @@ from paceline._training.workers.launch_nodes_server import (
 )
 from paceline._training.workers.pickled_calls import pack_call
 from paceline._training.workers.process_pools import LocalPool, ProcessPool
-from paceline._training.workers.processes.signals_and_leftovers import noted_signals
+from paceline._training.workers.processes.process_facts_and_signals import noted_signals
 from paceline._training.workers.shared_memory import SharedBuffers
 from paceline._training.workers.worker_failures import (
     NodesDifferError,

@@ -12,7 +12,7 @@ from functools import partial
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
-from paceline._base.arguments_and_errors import text_of
+from paceline._base.exceptions import text_of
 from paceline._training.workers.channels import (
     ChannelFrame,
     FrameKind,

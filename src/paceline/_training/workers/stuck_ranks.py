@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._base.exceptions import CollectiveMismatchError
 from paceline._training.workers.worker_failures import WorkerFailedError
 
 _OWN_CODE = str(Path(__file__).parents[2]) + os.sep

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
-from paceline._base.arguments_and_errors import CollectiveMismatchError, PicklableError, text_of
+from paceline._base.exceptions import CollectiveMismatchError, PicklableError, text_of
 
 logger = logging.getLogger(__name__)
 

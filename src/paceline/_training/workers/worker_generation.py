@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from paceline._base.process_and_network import join, wait_until
 from paceline._training.workers.channels import RANK_LOST, ChannelFrame, FrameKind, RunEvents
 from paceline._training.workers.processes.local_worker_group import LocalGroup, OnExit
-from paceline._training.workers.processes.signals_and_leftovers import (
+from paceline._training.workers.processes.process_facts_and_signals import (
     STACKS_SIGNAL,
     has_pending_signal,
 )
-from paceline._training.workers.processes.worker_process import NodeLayout, WorkerProcess
+from paceline._training.workers.processes.rank_environment import NodeLayout
+from paceline._training.workers.processes.worker_process import WorkerProcess
 from paceline._training.workers.serve_calls import read_error
 from paceline._training.workers.stuck_ranks import Progress, WatchedRank
 from paceline._training.workers.worker_failures import (

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._base.exceptions import CollectiveMismatchError
 from paceline._training.workers.channels import ChannelFrame, DriverChannel, FrameKind
 from paceline._training.workers.pickled_calls import PackedCall, left_error
-from paceline._training.workers.processes.worker_process import NodeLayout
+from paceline._training.workers.processes.rank_environment import NodeLayout
 from paceline._training.workers.serve_calls import WorkerError
 from paceline._training.workers.stuck_ranks import HangWatch, Progress, WatchedRank
 from paceline._training.workers.worker_failures import (

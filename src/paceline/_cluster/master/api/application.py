@@ -30,16 +30,11 @@ from paceline._cluster.master.api.comparison_routes import comparison_router, vi
 from paceline._cluster.master.api.config_and_code_routes import config_router, context_upload_router
 from paceline._cluster.master.api.experiment_routes import experiment_edit_router, experiment_router
 from paceline._cluster.master.api.file_routes import file_router
+from paceline._cluster.master.api.interactive_routes import stream_router
 from paceline._cluster.master.api.list_routes import (
     experiment_list_router,
     hyperparameter_router,
     trial_list_router,
-)
-from paceline._cluster.master.api.master_routes import (
-    WebUi,
-    master_router,
-    notify_router,
-    status_and_prometheus_router,
 )
 from paceline._cluster.master.api.node_and_slot_routes import node_router, slot_router
 from paceline._cluster.master.api.oidc_routes import oidc_router
@@ -54,7 +49,11 @@ from paceline._cluster.master.api.requests_and_answers import (
     sending_security_headers,
 )
 from paceline._cluster.master.api.route_scopes import PREFIX, ApiRouter, Scopes
-from paceline._cluster.master.api.stream_routes import stream_router
+from paceline._cluster.master.api.status_and_event_routes import (
+    master_router,
+    notify_router,
+    status_and_prometheus_router,
+)
 from paceline._cluster.master.api.trial_and_series_routes import (
     series_csv_router,
     series_router,
@@ -66,6 +65,7 @@ from paceline._cluster.master.api.user_and_token_routes import (
     token_router,
     user_router,
 )
+from paceline._cluster.master.api.web_ui_files import WebUi
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.trackers.mlflow_routes import mlflow_router
 from paceline._cluster.master.trackers.wandb_routes import wandb_router

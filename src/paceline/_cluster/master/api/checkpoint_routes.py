@@ -22,9 +22,8 @@ from paceline._cluster.master.api.requests_and_answers import (
     write_rows,
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.experiments.checkpoint_places import CheckpointPlace, checkpoint_place
 from paceline._cluster.master.experiments.checkpoints import (
-    CheckpointPlace,
-    checkpoint_place,
     delete_files,
     delete_matching_files,
     note_deleted_files,
@@ -46,9 +45,10 @@ from paceline._cluster.messages.runner_messages import (
     runner_id,
 )
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS, CheckpointState
-from paceline._cluster.runner.attempt_preparation_and_end import is_shortage
+from paceline._cluster.runner.attempt_preparation import is_shortage
 from paceline.storage._checkpoint_directory import file_problem
-from paceline.storage._checkpoint_files import CheckpointWriteError, Manifest, first_names
+from paceline.storage._checkpoint_errors import CheckpointWriteError, first_names
+from paceline.storage._checkpoint_files import Manifest
 from paceline.storage._directory_storage import DirectoryStorage
 
 checkpoint_router = ApiRouter(tags=["checkpoints"], route_class=ReadingRoute)

@@ -30,12 +30,12 @@ from paceline._cluster.master.store.experiment_list import (
     matching_trials,
     rows_of,
 )
-from paceline._cluster.master.store.metric_rows_and_times import CurvePart, part_of, spread_of
-from paceline._cluster.master.store.metric_series import Curve, Selection, read_curves, smooth_at
+from paceline._cluster.master.store.group_curves import CurvePart, part_of, spread_of
+from paceline._cluster.master.store.metric_summaries import XAxes, read_x_axes
 from paceline._cluster.master.store.query_language import QueryError, matching_trials_of
 from paceline._cluster.master.store.reach import current_reach, current_user
 from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
-from paceline._cluster.master.store.series_writer import XAxes, read_x_axes
+from paceline._cluster.master.store.series_reader import Curve, Selection, read_curves, smooth_at
 from paceline._cluster.messages.experiment_models import TrialSet
 from paceline._cluster.messages.master_models import EditView, NewView, View
 from paceline._cluster.messages.search_and_metric_models import (

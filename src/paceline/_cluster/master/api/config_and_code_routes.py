@@ -48,11 +48,11 @@ from paceline._cluster.messages.search_and_metric_models import (
     ConfigText,
     ConfigView,
 )
-from paceline._cluster.runner.attempt_preparation_and_end import (
+from paceline._cluster.runner.attempt_preparation import is_shortage
+from paceline._cluster.runner.code_archive import (
     ArchiveLimits,
     ArchiveTooLargeError,
     check_archive,
-    is_shortage,
     members,
     open_archive,
 )

@@ -32,19 +32,19 @@ from paceline._cluster.master.experiments.experiment_edits import (
     set_archived,
     version_of_notes,
 )
-from paceline._cluster.master.experiments.search_limits import end_reason, used_limits
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
-from paceline._cluster.master.experiments.stored_searches import (
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.searches.search_limits import end_reason, used_limits
+from paceline._cluster.master.searches.stored_searches import (
     MAX_RUNG_ENTRIES,
     ShownEntry,
     count_proposals,
     thinned,
 )
-from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, experiment_view
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.experiment_list import Order
+from paceline._cluster.master.store.list_pages import Order
 from paceline._cluster.master.store.reach import creating_in, current_project, current_reach
 from paceline._cluster.messages import search_and_metric_models
 from paceline._cluster.messages.experiment_models import (

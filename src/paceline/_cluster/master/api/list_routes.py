@@ -35,14 +35,13 @@ from paceline._cluster.master.store.experiment_list import (
     Condition,
     ExperimentQuery,
     NameCache,
-    Order,
     count_rows,
     encode_experiments,
     json_path,
     list_rows,
-    sample_trials,
 )
-from paceline._cluster.master.store.metric_series import tagged
+from paceline._cluster.master.store.list_pages import Order, sample_trials
+from paceline._cluster.master.store.metric_summaries import all_metric_names
 from paceline._cluster.master.store.query_language import (
     QueryError,
     complete_query,
@@ -50,7 +49,7 @@ from paceline._cluster.master.store.query_language import (
 )
 from paceline._cluster.master.store.reach import current_reach
 from paceline._cluster.master.store.row_ids_and_counts import EXPERIMENTS, TRIALS, number_by_state
-from paceline._cluster.master.store.series_writer import all_metric_names
+from paceline._cluster.master.store.series_reader import tagged
 from paceline._cluster.messages.experiment_models import (
     ColumnNames,
     Experiment,

@@ -17,12 +17,9 @@ from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.attempts import live_attempts
 from paceline._cluster.master.experiments.scheduler_input import drained_slots, read_pools
 from paceline._cluster.master.master import Master
-from paceline._cluster.master.nodes.node_registry import (
-    NodeRefusedError,
-    RegisteredNode,
-    UnknownNodeError,
-)
+from paceline._cluster.master.nodes.node_registry import UnknownNodeError
 from paceline._cluster.master.nodes.node_work import work_for
+from paceline._cluster.master.nodes.registration_checks import NodeRefusedError, RegisteredNode
 from paceline._cluster.master.scheduling.pools import NodeSlots, PoolSettings, in_pools, pool_of
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import slots_by_node

@@ -12,10 +12,10 @@ from fastapi import Query, Request, Response
 from fastapi.responses import PlainTextResponse, RedirectResponse
 
 from paceline._cluster.master.api.access_guard import cookie_name, cookies_of, find_cookie
-from paceline._cluster.master.api.master_routes import has_web_ui
 from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf
 from paceline._cluster.master.api.route_scopes import PREFIX, ApiRouter
 from paceline._cluster.master.api.user_and_token_routes import make_token, set_session_cookie
+from paceline._cluster.master.api.web_ui_files import has_web_ui
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.oidc_provider import FLOW_S, Flow, OidcError, OidcPerson, OidcProvider

@@ -26,7 +26,7 @@ from paceline._cluster.master.api.requests_and_answers import (
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.experiment_edits import read_notes_history
-from paceline._cluster.master.experiments.search_inputs_and_proposals import read_proposals
+from paceline._cluster.master.searches.proposals import read_proposals
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.row_ids_and_counts import NO_COUNTS, experiment_counts
 from paceline._cluster.master.waiting import wait_for

@@ -19,7 +19,7 @@ from paceline._base.process_and_network import integer_setting
 from paceline._cluster.master.api.requests_and_answers import problem, with_security_headers
 from paceline._cluster.master.api.route_scopes import PREFIX
 from paceline._cluster.master.authentication import sender_at
-from paceline._cluster.master.master import Measurements
+from paceline._cluster.master.measurements import Measurements
 from paceline._cluster.master.store.run_files import MAX_FILE_BYTES
 from paceline._cluster.messages.runner_messages import MAX_PIECE_BYTES, MAX_STREAM_BYTES
 

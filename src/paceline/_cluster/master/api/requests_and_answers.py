@@ -37,13 +37,14 @@ from paceline._cluster.master.store.api_models_from_rows import (
     encode_cursor,
 )
 from paceline._cluster.master.store.database import DatabaseUnavailableError, Transaction
-from paceline._cluster.master.store.experiment_list import NameCache, Order
+from paceline._cluster.master.store.experiment_list import NameCache
+from paceline._cluster.master.store.list_pages import Order
 from paceline._cluster.master.store.reach import NotAllowedError
 from paceline._cluster.master.store.row_ids_and_counts import KeyReusedError, once
 from paceline._cluster.messages.experiment_models import Checkpoint, Page, Problem
 from paceline.config._fields_and_problems import ConfigError
 from paceline.search._search_method import SearchMethodError
-from paceline.storage._checkpoint_files import CheckpointError
+from paceline.storage._checkpoint_errors import CheckpointError
 
 # Answers of the API are data: a browser that shows one loads and runs nothing.
 API_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 from numpy.typing import NDArray
 from sqlalchemy import Connection, select
 
-from paceline._base.process_and_network import csv_cell, csv_text
+from paceline._base.terminal_text import csv_cell, csv_text
 from paceline._cluster.master.api.experiment_routes import ExperimentId
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import (
@@ -38,8 +38,8 @@ from paceline._cluster.master.api.requests_and_answers import (
     write_rows,
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
-from paceline._cluster.master.experiments.stored_searches import proposal_of
 from paceline._cluster.master.master import Master
+from paceline._cluster.master.searches.stored_searches import proposal_of
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
     config_of,
@@ -47,10 +47,16 @@ from paceline._cluster.master.store.api_models_from_rows import (
     read_environment,
     trial_view,
 )
+from paceline._cluster.master.store.attempt_times import time_shares
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.experiment_list import Order
-from paceline._cluster.master.store.metric_rows_and_times import iter_points, read_rows, time_shares
-from paceline._cluster.master.store.metric_series import (
+from paceline._cluster.master.store.list_pages import Order
+from paceline._cluster.master.store.metric_rows import iter_points, read_rows
+from paceline._cluster.master.store.metric_summaries import (
+    metric_names,
+    num_metric_names,
+    read_x_axes,
+)
+from paceline._cluster.master.store.series_reader import (
     Selection,
     cut_curve,
     read_curves,
@@ -58,12 +64,7 @@ from paceline._cluster.master.store.metric_series import (
     smooth_at,
     tagged,
 )
-from paceline._cluster.master.store.series_writer import (
-    NO_AXES,
-    metric_names,
-    num_metric_names,
-    read_x_axes,
-)
+from paceline._cluster.master.store.series_writer import NO_AXES
 from paceline._cluster.messages.experiment_models import (
     AttemptEnvironment,
     Checkpoint,

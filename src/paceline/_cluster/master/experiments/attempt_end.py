@@ -11,7 +11,6 @@ from sqlalchemy import Row, or_, select
 
 from paceline import faults
 from paceline._cluster.master.experiments.attempts import read_attempt
-from paceline._cluster.master.experiments.best_values import end_unmeasured
 from paceline._cluster.master.experiments.failure_causes import (
     end_cause,
     is_failed_start,
@@ -23,13 +22,6 @@ from paceline._cluster.master.experiments.failure_causes import (
     num_in_a_row,
 )
 from paceline._cluster.master.experiments.scheduler_input import read_cluster
-from paceline._cluster.master.experiments.search_inputs_and_proposals import (
-    describe_missing_metric,
-    describe_nan_metric,
-    describe_untrained,
-    is_single,
-    others_have_reported,
-)
 from paceline._cluster.master.experiments.state_decisions import (
     INVALID_HP,
     MAX_FAILED_STARTS,
@@ -42,10 +34,18 @@ from paceline._cluster.master.experiments.state_decisions import (
     judge_exit,
 )
 from paceline._cluster.master.experiments.state_writer import StateChanges
+from paceline._cluster.master.searches.best_values import end_unmeasured
+from paceline._cluster.master.searches.search_operations import (
+    describe_missing_metric,
+    describe_nan_metric,
+    describe_untrained,
+    is_single,
+    others_have_reported,
+)
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, num_slots_of
+from paceline._cluster.master.store.attempt_times import attempt_spent
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.metric_rows_and_times import attempt_spent
 from paceline._cluster.master.store.quotas import note_use
 from paceline._cluster.master.store.row_ids_and_counts import update_attempt
 from paceline._cluster.messages.runner_messages import (
@@ -63,7 +63,7 @@ from paceline._cluster.messages.states import (
 )
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.search._search import Search
-from paceline.search._search_method import ExitReason as SearchExit
+from paceline.search._search_messages import ExitReason as SearchExit
 
 faults.register("master.attempt.ended")
 

@@ -10,12 +10,11 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, select
 
 from paceline import faults
-from paceline._cluster.master.experiments.checkpoints import (
+from paceline._cluster.master.experiments.checkpoint_places import (
     CheckpointPlace,
     checkpoint_places,
-    delete_files,
-    registered_checkpoints,
 )
+from paceline._cluster.master.experiments.checkpoints import delete_files, registered_checkpoints
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.home_directory import SecretStore

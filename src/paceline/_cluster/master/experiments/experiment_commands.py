@@ -20,19 +20,12 @@ from paceline._cluster.master.experiments.experiment_edits import (
     continued_trial_config,
     overridden_config,
 )
-from paceline._cluster.master.experiments.sampler_answers import recall_trials
 from paceline._cluster.master.experiments.scheduler_input import (
     check_changed_rank,
     check_own_runners,
     check_pool_rules,
     check_slots,
 )
-from paceline._cluster.master.experiments.search_inputs_and_proposals import (
-    add_proposal,
-    checked_proposal,
-    takes_inputs,
-)
-from paceline._cluster.master.experiments.search_limits import change_limits, tell_time_before
 from paceline._cluster.master.experiments.state_decisions import (
     RefusedError,
     SearchEnd,
@@ -40,6 +33,10 @@ from paceline._cluster.master.experiments.state_decisions import (
 )
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.home_directory import SecretStore, text_to_store
+from paceline._cluster.master.searches.proposals import add_proposal, checked_proposal
+from paceline._cluster.master.searches.sampler_answers import recall_trials
+from paceline._cluster.master.searches.search_limits import change_limits, tell_time_before
+from paceline._cluster.master.searches.search_operations import takes_inputs
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.database import Transaction
@@ -58,7 +55,7 @@ from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._validate_config import merge_configs, validate_config
 from paceline.search._samplers import check_installed
 from paceline.search._search import Search
-from paceline.search._search_method import Proposed, Started
+from paceline.search._search_messages import Proposed, Started
 
 faults.register("master.experiment.created")
 

@@ -11,11 +11,11 @@ from sqlalchemy import Connection, Row, delete, select
 from paceline._cluster.master.experiments.attempts import checkpoint_root
 from paceline._cluster.master.experiments.config_rules import check_changed_config
 from paceline._cluster.master.experiments.scheduler_input import check_changed_rank, waiting_trials
-from paceline._cluster.master.experiments.search_limits import change_limits
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.scheduling.pool_policies import moved
 from paceline._cluster.master.scheduling.pools import Waiting
+from paceline._cluster.master.searches.search_limits import change_limits
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Transaction

@@ -42,7 +42,7 @@ from paceline._cluster.master.store.row_ids_and_counts import insert_row
 from paceline._cluster.messages.master_models import RUNNER_GRACE_S
 from paceline._cluster.messages.runner_messages import AttemptEnd
 from paceline._cluster.messages.states import AttemptState, ErrorKind, ExitReason
-from paceline._cluster.runner.attempt_preparation_and_end import judge_start
+from paceline._cluster.runner.attempt_preparation import judge_start
 
 logger = logging.getLogger(__name__)
 

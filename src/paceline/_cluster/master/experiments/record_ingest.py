@@ -34,13 +34,18 @@ from paceline._base.journal_records import (
     StoreChecked,
     TimeSpent,
 )
-from paceline._cluster.master.experiments.attempt_runners import Activities
 from paceline._cluster.master.experiments.attempts import (
     check_not_over,
     has_kept_memory,
     read_attempt,
 )
-from paceline._cluster.master.experiments.best_values import (
+from paceline._cluster.master.experiments.checkpoints import (
+    store_checkpoint,
+    take_checkpoint_deletion,
+)
+from paceline._cluster.master.experiments.idle_trials import Activities
+from paceline._cluster.master.experiments.state_writer import StateChanges
+from paceline._cluster.master.searches.best_values import (
     CHIEF,
     Validations,
     recompute_best,
@@ -48,28 +53,24 @@ from paceline._cluster.master.experiments.best_values import (
     take_operation,
     with_validations,
 )
-from paceline._cluster.master.experiments.checkpoints import (
-    store_checkpoint,
-    take_checkpoint_deletion,
-)
-from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
     config_of,
     read_members,
     store_environment,
 )
+from paceline._cluster.master.store.attempt_times import add_time_mark
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.metric_rows_and_times import (
+from paceline._cluster.master.store.metric_rows import (
     add_metrics,
-    add_time_mark,
     has_points_beyond,
     measure_checkpoints,
 )
+from paceline._cluster.master.store.metric_summaries import trim_summaries
 from paceline._cluster.master.store.row_ids_and_counts import update_attempt, update_row
 from paceline._cluster.master.store.run_files import add_media
-from paceline._cluster.master.store.series_writer import trim_summaries
-from paceline._cluster.messages.runner_messages import Mark, RecordBatch, check_record
+from paceline._cluster.messages.record_checks import check_record
+from paceline._cluster.messages.runner_messages import Mark, RecordBatch
 from paceline._cluster.messages.states import AttemptState
 
 Numbered = Sequence[tuple[int, AnyRecord]]

@@ -13,22 +13,24 @@ from typing import Any
 from sqlalchemy import Connection, Row, select, update
 
 from paceline import faults
-from paceline._cluster.master.experiments.checkpoints import (
+from paceline._cluster.master.experiments.checkpoint_places import (
     CheckpointPlace,
     checkpoint_places,
-    delete_files,
     experiment_place,
+    storage_for_others,
+)
+from paceline._cluster.master.experiments.checkpoints import (
+    delete_files,
     latest_checkpoint,
     registered_checkpoints,
     remove_unknown_checkpoints,
-    storage_for_others,
 )
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, DatabaseLostError, Transaction
-from paceline._cluster.master.store.metric_rows_and_times import read_series
+from paceline._cluster.master.store.metric_rows import read_series
 from paceline._cluster.master.store.row_ids_and_counts import row_of
 from paceline._cluster.master.store.run_files import FileContents, used_digests
 from paceline._cluster.messages.states import (
@@ -38,8 +40,8 @@ from paceline._cluster.messages.states import (
     TrialState,
 )
 from paceline.config._checkpoint_storage_section import CheckpointStorage
-from paceline.storage._checkpoint_files import CheckpointError
-from paceline.storage._checkpoint_storage import Kept, RetentionRules, best_of, beyond_bytes, wanted
+from paceline.storage._checkpoint_errors import CheckpointError
+from paceline.storage._retention_rules import Kept, RetentionRules, best_of, beyond_bytes, wanted
 
 logger = logging.getLogger(__name__)
 

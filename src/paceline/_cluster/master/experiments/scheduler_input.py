@@ -40,7 +40,7 @@ from paceline._cluster.messages.runner_messages import (
     MAX_TIME_S,
 )
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
-from paceline._cluster.runner.node_runner import installed_packages
+from paceline._cluster.runner.node_facts import installed_packages
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._searcher_registry import MissingSearcher
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
 
-from paceline._base.arguments_and_errors import PicklableError
+from paceline._base.exceptions import PicklableError
 from paceline._cluster.messages.states import (
     ErrorKind,
     ExitReason,
@@ -12,7 +12,7 @@ from paceline._cluster.messages.states import (
     TrialState,
     told_state,
 )
-from paceline.search._search_method import ExitReason as SearchExit
+from paceline.search._search_messages import ExitReason as SearchExit
 
 _E, _T = ExperimentState, TrialState
 

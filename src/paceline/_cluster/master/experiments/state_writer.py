@@ -7,14 +7,11 @@ from sqlalchemy import Connection, Row, bindparam, select, update
 
 from paceline import faults
 from paceline._cluster.master.executors import Machines
+from paceline._cluster.master.experiments.failing_stores import FailingStores
 from paceline._cluster.master.experiments.failure_causes import (
     FailingNodes,
     counted_trial_states,
     describe_failure,
-)
-from paceline._cluster.master.experiments.search_inputs_and_proposals import (
-    SearchOperations,
-    describe_unmeasured,
 )
 from paceline._cluster.master.experiments.state_decisions import (
     EXPERIMENT_TRANSITIONS,
@@ -28,8 +25,12 @@ from paceline._cluster.master.experiments.state_decisions import (
     stopping_state,
     trial_end,
 )
-from paceline._cluster.master.experiments.storage_calls import FailingStores, StorageCalls
-from paceline._cluster.master.experiments.stored_searches import Searches, store_search_view
+from paceline._cluster.master.experiments.storage_calls import StorageCalls
+from paceline._cluster.master.searches.search_operations import (
+    SearchOperations,
+    describe_unmeasured,
+)
+from paceline._cluster.master.searches.stored_searches import Searches, store_search_view
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.row_ids_and_counts import update_experiment
@@ -42,7 +43,7 @@ from paceline._cluster.messages.states import (
     ExperimentState,
     TrialState,
 )
-from paceline.search._search_method import Exited, ExitReason
+from paceline.search._search_messages import Exited, ExitReason
 
 faults.register("master.trial.ended")
 

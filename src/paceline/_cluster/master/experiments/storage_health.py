@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from sqlalchemy import Connection, and_, func, or_, select
 
-from paceline._cluster.master.experiments.checkpoints import storage_for_others
+from paceline._cluster.master.experiments.checkpoint_places import storage_for_others
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StoragePendingError
 from paceline._cluster.master.store import tables, user_tables
@@ -21,8 +21,8 @@ from paceline._cluster.master.store.row_ids_and_counts import CHECKPOINTS, ids_p
 from paceline._cluster.messages.master_models import Storage, StorageUse
 from paceline._cluster.messages.states import CheckpointState, ExperimentState
 from paceline.config._checkpoint_storage_section import storage_root
-from paceline.storage._checkpoint_files import CheckpointError
-from paceline.storage._checkpoint_storage import storage_from
+from paceline.storage._checkpoint_errors import CheckpointError
+from paceline.storage._storage_from_url import storage_from
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline._base.journal_records import AttemptStarted
 from paceline._base.run_directory import RUN_FORMAT_VERSION, RunInfo
-from paceline._cluster.master.experiments.best_values import CHIEF, recompute_best
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.state_decisions import (
     SILENT,
@@ -28,6 +27,7 @@ from paceline._cluster.master.experiments.state_decisions import (
     experiment_end,
 )
 from paceline._cluster.master.experiments.state_writer import StateChanges
+from paceline._cluster.master.searches.best_values import CHIEF, recompute_best
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED
 from paceline._cluster.master.store.database import Transaction
@@ -37,13 +37,13 @@ from paceline._cluster.master.store.row_ids_and_counts import (
     update_attempt,
     update_experiment,
 )
+from paceline._cluster.messages.record_checks import check_run_info
 from paceline._cluster.messages.runner_messages import (
     AttemptEnd,
     RecordBatch,
     RunBatch,
     RunMark,
     RunReply,
-    check_run_info,
 )
 from paceline._cluster.messages.states import (
     AttemptState,

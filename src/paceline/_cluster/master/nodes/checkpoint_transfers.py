@@ -16,12 +16,14 @@ from sqlalchemy import Connection, Row, select
 from paceline import faults
 from paceline._base.journal_records import CheckpointStored
 from paceline._cluster.master.experiments.attempts import check_not_over, read_attempt
-from paceline._cluster.master.experiments.checkpoints import (
+from paceline._cluster.master.experiments.checkpoint_places import (
     CheckpointPlace,
-    check_owner,
     checkpoint_place,
-    delete_files,
     experiment_place,
+)
+from paceline._cluster.master.experiments.checkpoints import (
+    check_owner,
+    delete_files,
     note_deleted_files,
     store_checkpoint,
 )
@@ -30,13 +32,13 @@ from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import read_members
 from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.messages.record_checks import check_record
 from paceline._cluster.messages.runner_messages import (
     MAX_PIECE_BYTES,
     CheckpointFiles,
     CheckpointNeeds,
     CheckpointOffer,
     ShardOffer,
-    check_record,
 )
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, CheckpointState
 from paceline.storage._checkpoint_files import (

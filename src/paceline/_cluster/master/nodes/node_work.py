@@ -12,7 +12,8 @@ from paceline._cluster.master.executors import AttemptStatus, Executor, Launch
 from paceline._cluster.master.experiments.attempt_runners import end_runner
 from paceline._cluster.master.experiments.attempts import live_attempts, read_attempt
 from paceline._cluster.master.experiments.state_writer import StateChanges
-from paceline._cluster.master.nodes.node_registry import Nodes, RegisteredNode
+from paceline._cluster.master.nodes.node_registry import Nodes
+from paceline._cluster.master.nodes.registration_checks import RegisteredNode
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import read_members, slots_by_node
 from paceline._cluster.master.store.database import Database, Transaction

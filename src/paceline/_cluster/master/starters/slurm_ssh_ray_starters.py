@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from paceline._base.files import open_private
-from paceline._base.process_and_network import RequestProgram
+from paceline._base.request_program import RequestProgram
 from paceline.config._fields_and_problems import Section
 
 

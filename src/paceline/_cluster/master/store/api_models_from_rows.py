@@ -29,7 +29,12 @@ from sqlalchemy import (
 from paceline._base.journal_records import encode_float
 from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.database import load_json
-from paceline._cluster.master.store.metric_series import tagged
+from paceline._cluster.master.store.metric_summaries import (
+    Summary,
+    first_metric_names,
+    read_summary,
+    read_x_axes,
+)
 from paceline._cluster.master.store.row_ids_and_counts import (
     NO_COUNTS,
     ExperimentCounts,
@@ -37,13 +42,8 @@ from paceline._cluster.master.store.row_ids_and_counts import (
     ids_parameter,
     many_ids,
 )
-from paceline._cluster.master.store.series_writer import (
-    NO_AXES,
-    Summary,
-    first_metric_names,
-    read_summary,
-    read_x_axes,
-)
+from paceline._cluster.master.store.series_reader import tagged
+from paceline._cluster.master.store.series_writer import NO_AXES
 from paceline._cluster.messages.experiment_models import (
     Attempt,
     AttemptExit,

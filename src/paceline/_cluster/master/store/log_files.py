@@ -18,7 +18,7 @@ import xxhash
 
 from paceline._base.files import open_private, regular_opener
 from paceline._base.journal_records import check_line, seal_line
-from paceline._base.process_and_network import Colors
+from paceline._base.terminal_text import Colors
 from paceline._cluster.messages.runner_messages import LogEntry
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from paceline._base.journal_records import MediaReported
 from paceline._base.process_and_network import integer_setting
 from paceline._base.run_directory import check_file_path
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.metric_series import is_visible, visible_series_limits
+from paceline._cluster.master.store.series_reader import is_visible, visible_series_limits
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_FILE_BYTES = 1024 * 2**20

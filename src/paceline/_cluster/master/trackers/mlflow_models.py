@@ -14,13 +14,13 @@ from paceline._base.journal_records import MetricsReported, encode_float
 from paceline._cluster.master.experiments.logged_runs import change_document
 from paceline._cluster.master.experiments.unmanaged_runs import experiment_of_run, trial_of_run
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.metric_series import (
+from paceline._cluster.master.store.reach import sees_document
+from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
+from paceline._cluster.master.store.series_reader import (
     Selection,
     load_series_points,
     visible_series_pieces,
 )
-from paceline._cluster.master.store.reach import sees_document
-from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
 from paceline._cluster.master.trackers.mlflow_calls import (
     Call,
     Fields,

@@ -25,9 +25,9 @@ from paceline._cluster.master.experiments.logged_runs import (
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.metric_summaries import XAxes
 from paceline._cluster.master.store.reach import check_object
 from paceline._cluster.master.store.run_files import get_file, list_files
-from paceline._cluster.master.store.series_writer import XAxes
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError, page
 from paceline._cluster.master.trackers.wandb_values import parse_json
 from paceline._cluster.messages.states import AttemptState

@@ -11,12 +11,12 @@ import msgspec
 from sqlalchemy import Connection, func, select
 
 from paceline._base.journal_records import AnyRecord, MediaReported, MetricsReported, decode_value
-from paceline._base.process_and_network import split_colors
+from paceline._base.terminal_text import split_colors
 from paceline._cluster.master.experiments.logged_runs import LoggedRun
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.metric_rows_and_times import read_rows
-from paceline._cluster.master.store.metric_series import visible_series_limits
+from paceline._cluster.master.store.metric_rows import read_rows
 from paceline._cluster.master.store.reach import check_object
+from paceline._cluster.master.store.series_reader import visible_series_limits
 from paceline._cluster.master.trackers.wandb_runs import (
     LEASE_S,
     MAX_SUMMARY,

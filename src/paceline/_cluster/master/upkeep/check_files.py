@@ -18,7 +18,11 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.log_files import num_damaged_lines
 from paceline._cluster.master.upkeep.backup_directories import CHECKPOINTS, CONTENTS
 from paceline._cluster.messages.states import AttemptState, CheckpointState
-from paceline.storage._checkpoint_files import CheckpointError, CheckpointNotFoundError, first_names
+from paceline.storage._checkpoint_errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    first_names,
+)
 from paceline.storage._directory_storage import DirectoryStorage
 
 

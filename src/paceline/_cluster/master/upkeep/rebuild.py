@@ -15,12 +15,12 @@ from sqlalchemy import Row, delete, select
 from paceline._base.files import sync_directory
 from paceline._base.journal_reading_and_writing import JournalVersionError
 from paceline._base.run_directory import RunDirectory
-from paceline._cluster.master.experiments.best_values import recompute_best
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
-from paceline._cluster.master.experiments.search_inputs_and_proposals import SearchOperations
 from paceline._cluster.master.experiments.state_writer import StateChanges
-from paceline._cluster.master.experiments.stored_searches import Searches
 from paceline._cluster.master.home_directory import files_of, move_lost_files_aside
+from paceline._cluster.master.searches.best_values import recompute_best
+from paceline._cluster.master.searches.search_operations import SearchOperations
+from paceline._cluster.master.searches.stored_searches import Searches
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.recovery_rows import (
@@ -40,7 +40,7 @@ from paceline._cluster.master.upkeep.recovery_records import (
 )
 from paceline._cluster.messages.runner_messages import RecordBatch
 from paceline._cluster.runner.attempt_directory import newest_attempt
-from paceline.search._search_method import Input
+from paceline.search._search_messages import Input
 
 _BATCH = 1000
 _VERSIONS = 1_000_000

@@ -17,15 +17,19 @@ from paceline._training.engine.checkpoints.tensor_reader import (
     fit_stored_tensor,
     whole,
 )
-from paceline._training.engine.devices import is_sharded, named_parameters, parameters_of
+from paceline._training.engine.lr_schedulers import scheduler_state
 from paceline._training.engine.model_preparation import FrozenBase, base_problem
-from paceline._training.engine.schedules import scheduler_state
+from paceline._training.engine.tensor_copies_and_digests import (
+    is_sharded,
+    named_parameters,
+    parameters_of,
+)
 from paceline.data._order_and_random_generators import (
     capture_random_state,
     restore_random_state,
     seed_everything,
 )
-from paceline.storage._checkpoint_files import CheckpointMismatchError
+from paceline.storage._checkpoint_errors import CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from paceline._base.run_directory import RunDirectory
 from paceline._training.engine.checkpoints.sharded_tensor_pieces import HostCopies, parts_with_shard
 from paceline._training.engine.checkpoints.state_format import save_state
 from paceline.core._background_checkpoints import StoreFailures
-from paceline.storage._checkpoint_files import CheckpointError, CheckpointNotFoundError
-from paceline.storage._checkpoint_storage import Kept, RetentionRules, to_delete
+from paceline.storage._checkpoint_errors import CheckpointError, CheckpointNotFoundError
+from paceline.storage._retention_rules import Kept, RetentionRules, to_delete
 from paceline.storage._uploads import FileSender
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from paceline._training.engine.checkpoints.tensor_reader import (
     StoredTensor,
     with_items,
 )
-from paceline.storage._checkpoint_files import CheckpointCorruptError
+from paceline.storage._checkpoint_errors import CheckpointCorruptError
 
 METADATA_NAME = ".metadata"
 # Classes allowed in the pickle, by module.

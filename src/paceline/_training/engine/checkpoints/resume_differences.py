@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import SequentialLR
 
-from paceline._training.engine.schedules import Position, load_scheduler, scheduler_state
+from paceline._training.engine.lr_schedulers import load_scheduler, scheduler_state
+from paceline._training.engine.schedules import Position
 from paceline.data._order_and_random_generators import EpochOrder
-from paceline.storage._checkpoint_files import CheckpointMismatchError
+from paceline.storage._checkpoint_errors import CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
 

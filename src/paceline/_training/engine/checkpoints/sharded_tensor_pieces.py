@@ -33,7 +33,12 @@ from paceline._training.engine.checkpoints.tensor_reader import (
     fit_stored_tensor,
     with_items,
 )
-from paceline._training.engine.devices import copy_tensors, is_sharded, local_piece, parameters_of
+from paceline._training.engine.tensor_copies_and_digests import (
+    copy_tensors,
+    is_sharded,
+    local_piece,
+    parameters_of,
+)
 
 
 def parts_with_shard(parts: Mapping[str, Any], rank: int) -> dict[str, Any]:

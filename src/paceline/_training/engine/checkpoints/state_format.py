@@ -25,9 +25,9 @@ from paceline._training.engine.checkpoints.tensor_reader import (
     with_items,
     write_whole_tensors,
 )
-from paceline._training.engine.devices import is_sharded
-from paceline.storage import _checkpoint_files
-from paceline.storage._checkpoint_files import (
+from paceline._training.engine.tensor_copies_and_digests import is_sharded
+from paceline.storage import _checkpoint_errors
+from paceline.storage._checkpoint_errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     check_state_version,
@@ -398,7 +398,7 @@ def read_versioned_files(path: Path, name: str, *, lazily: bool = False) -> dict
 
 
 def _upgraded(name: str, part: dict[str, Any], version: int) -> dict[str, Any]:
-    for earlier in range(version, _checkpoint_files.STATE_VERSION):
+    for earlier in range(version, _checkpoint_errors.STATE_VERSION):
         _STEPS[earlier](name, part)
     return part
 

@@ -16,8 +16,13 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch.utils._pytree import tree_map_only
 
-from paceline._training.engine.devices import is_sharded, like_piece, part_of, piece_here
-from paceline.storage._checkpoint_files import CheckpointCorruptError
+from paceline._training.engine.tensor_copies_and_digests import (
+    is_sharded,
+    like_piece,
+    part_of,
+    piece_here,
+)
+from paceline.storage._checkpoint_errors import CheckpointCorruptError
 
 # How the format calls the types of torch.
 _DTYPES = {

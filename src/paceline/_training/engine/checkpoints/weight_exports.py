@@ -23,8 +23,8 @@ from paceline._training.engine.checkpoints.weights_from_checkpoints import (
     stored_optimizer,
     stored_weights,
 )
-from paceline.storage._checkpoint_files import CheckpointCorruptError
-from paceline.storage._checkpoint_storage import directory_of_checkpoint
+from paceline.storage._checkpoint_errors import CheckpointCorruptError
+from paceline.storage._storage_from_url import directory_of_checkpoint
 
 _BLOCK_BYTES = 2**24
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -30,10 +30,10 @@ from paceline._training.engine.checkpoints.tensor_reader import (
     TensorFile,
     WholeTensors,
 )
-from paceline._training.engine.devices import is_sharded, parameters_of
 from paceline._training.engine.gradient_reduction import plain_model
-from paceline.storage._checkpoint_files import CheckpointCorruptError, CheckpointMismatchError
-from paceline.storage._checkpoint_storage import directory_of_checkpoint
+from paceline._training.engine.tensor_copies_and_digests import is_sharded, parameters_of
+from paceline.storage._checkpoint_errors import CheckpointCorruptError, CheckpointMismatchError
+from paceline.storage._storage_from_url import directory_of_checkpoint
 
 _NUM_SHOWN = 5
 # Ways to compute a step, which do not change the state it keeps.

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from socket import socket
 
 from paceline._base.process_and_network import join, wait_until
-from paceline._training.workers.processes.signals_and_leftovers import (
+from paceline._training.workers.processes.leftover_processes import (
     GROUP_VARIABLE,
     StoppedWorkerWatch,
     adopting_orphan_processes,
     end_marked,
     end_stray_processes,
-    living_members,
     nested_group_mark,
+)
+from paceline._training.workers.processes.process_facts_and_signals import (
+    living_members,
     own_children,
     read_process,
     signal_group,

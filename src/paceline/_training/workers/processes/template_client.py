@@ -16,14 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from paceline._base.process_and_network import receive_message, send_message, wait_until
+from paceline._base.process_and_network import wait_until
+from paceline._base.request_program import receive_message, send_message
 from paceline._training.workers.processes import template_process
-from paceline._training.workers.processes.signals_and_leftovers import innermost_group
+from paceline._training.workers.processes.leftover_processes import innermost_group
+from paceline._training.workers.processes.rank_environment import THREADS_MARK, THREADS_VARIABLE
 from paceline._training.workers.processes.template_process import STATUS, TemplateFacts
 from paceline._training.workers.processes.worker_process import (
     KILLED,
-    THREADS_MARK,
-    THREADS_VARIABLE,
     AdoptedProcess,
     ProcessHandle,
     WorkerSpec,

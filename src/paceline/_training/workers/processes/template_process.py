@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import paceline
-from paceline._base.process_and_network import receive_message, send_message
-from paceline._training.workers.processes.signals_and_leftovers import JOB_SIGNALS, end_marked
+from paceline._base.request_program import receive_message, send_message
+from paceline._training.workers.processes.leftover_processes import JOB_SIGNALS, end_marked
 from paceline._training.workers.processes.supervised_exec import PR_SET_PDEATHSIG
 
 STATUS = struct.Struct("!i")

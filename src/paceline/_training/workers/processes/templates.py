@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 
 from paceline._base.files import read_regular
+from paceline._training.workers.processes.rank_environment import THREADS_VARIABLE
 from paceline._training.workers.processes.template_client import (
     START_S,
     Template,
@@ -22,7 +23,6 @@ from paceline._training.workers.processes.template_client import (
     unbuffered_environment,
 )
 from paceline._training.workers.processes.worker_process import (
-    THREADS_VARIABLE,
     ProcessHandle,
     Start,
     WorkerSpec,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 import paceline
-from paceline._base.process_and_network import Colors, split_colors, terminal_text
+from paceline._base.terminal_text import Colors, split_colors, terminal_text
 
 _STACK = re.compile(r"(?:Current thread|Thread|Stack)\b.* ?\(most recent call first\):$")
 _FRAME = re.compile(r'  File "(.*)", line (?:\d+|\?\?\?) in ')

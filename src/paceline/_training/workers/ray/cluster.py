@@ -80,7 +80,7 @@ def check_no_client(ray: Any) -> None:
         is_client = address.startswith(CLIENT_SCHEME)
         what = f"{ADDRESS_VARIABLE} is {address!r}, which is for Ray clients"
     if is_client:
-        from paceline.core._arguments import NotOfferedError
+        from paceline.core._exceptions import NotOfferedError
 
         raise NotOfferedError(
             f"A driver of workers on Ray must run on a node of the cluster, but {what}. Hint: start"

@@ -11,15 +11,15 @@ from uuid import uuid4
 
 from paceline._base.run_directory import Control, RunDirectory, RunInfo
 from paceline._training.workers.channels import DriverLink
-from paceline.storage._checkpoint_files import (
+from paceline.storage._checkpoint_errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointWriteError,
-    Manifest,
-    Selector,
 )
-from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList, storage_from
+from paceline.storage._checkpoint_files import Manifest, Selector
+from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList
 from paceline.storage._directory_storage import DirectoryStorage
+from paceline.storage._storage_from_url import storage_from
 
 # Size of the pieces in memory, here and in the driver.
 _CHUNK_BYTES = 4 * 1024 * 1024

@@ -65,7 +65,7 @@ def make_worker_actor_class() -> Any:
             }
 
         def mark_of(self, directory: str) -> Any:
-            from paceline._training.workers.ray.host_process import script_directory_mark
+            from paceline._training.workers.ray.script_sources import script_directory_mark
 
             return script_directory_mark(directory)
 

@@ -12,12 +12,9 @@ from typing import Any, NamedTuple
 
 from paceline._training.workers.channels import Listener, ListenerAddress
 from paceline._training.workers.process_pools import ProcessPool, check_at_least
-from paceline._training.workers.processes.signals_and_leftovers import GROUP_VARIABLE
-from paceline._training.workers.processes.worker_process import (
-    THREADS_VARIABLE,
-    NodeLayout,
-    WorkerProcess,
-)
+from paceline._training.workers.processes.leftover_processes import GROUP_VARIABLE
+from paceline._training.workers.processes.rank_environment import THREADS_VARIABLE, NodeLayout
+from paceline._training.workers.processes.worker_process import WorkerProcess
 from paceline._training.workers.processes.worker_program import CHANNEL_VARIABLE
 from paceline._training.workers.ray.cluster import (
     RayConnection,
@@ -26,11 +23,7 @@ from paceline._training.workers.ray.cluster import (
     check_versions,
     given_gpus,
 )
-from paceline._training.workers.ray.host_process import (
-    HostOrder,
-    ScriptSources,
-    pack_script_directory,
-)
+from paceline._training.workers.ray.host_process import HostOrder
 from paceline._training.workers.ray.hosts import (
     LACK_OF_MEMORY,
     HostActor,
@@ -39,6 +32,7 @@ from paceline._training.workers.ray.hosts import (
     log_lack_of_memory,
 )
 from paceline._training.workers.ray.placement import RayHosts
+from paceline._training.workers.ray.script_sources import ScriptSources, pack_script_directory
 from paceline._training.workers.worker_failures import WorkerStartError
 from paceline._training.workers.worker_generation import Generation
 

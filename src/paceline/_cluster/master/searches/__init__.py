@@ -1,0 +1,1 @@
+"""Searches of experiments: their inputs, operations, limits, samplers and proposals."""

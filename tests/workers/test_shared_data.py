@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline._training.workers import shared_memory as _shared_memory_segment
-from paceline._training.workers import shared_memory as _write_watch
+from paceline._training.workers import write_watch as _write_watch
 from paceline._training.workers.process_pools import LocalPool
 from paceline._training.workers.worker_failures import WorkerFailedError
 
@@ -313,3 +313,22 @@ def test_nothing_is_left_of_a_killed_driver(
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     assert set(os.listdir("/dev/shm")) <= before
     assert not directory or os.listdir(tmp_path / directory) == []
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_new_interpreter_keeps_nothing_of_its_first_call(
+    monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    """It loads torch for that call, and torch keeps errors of its own imports with their frames."""
+    monkeypatch.setenv("PACELINE_WARM", "0")
+    if not is_shared:
+        monkeypatch.setattr(_shared_memory_segment, "_machine", lambda: "another machine")
+
+    def kept() -> tuple[int, list[str]]:
+        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+        return max((tensor.numel() for tensor in tensors), default=0), segments()
+
+    with LocalPool(1) as pool:
+        data = torch.ones(3 * MEGA)
+        assert pool.submit(total, (data,)).wait() == [3 * MEGA]
+        assert pool.submit(kept).wait() == [(0, [])]

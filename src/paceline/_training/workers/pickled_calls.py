@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from types import CodeType, ModuleType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import paceline
 from paceline._base.exceptions import rebuilt_error
@@ -422,6 +422,8 @@ class ReceivedCall:
         self, head: bytes | bytearray, fetch: Callable[[int], Sequence[memoryview]]
     ) -> None:
         self._head: _Head = pickle.loads(head)  # noqa: S301 - written by this worker's own driver
+        if isinstance(head, bytearray):
+            head.clear()
         places = self._head.places
         mapped = [view for view in map(map_shared_segment, places) if view is not None]
         # All or none: the driver answers a request with every segment of the call.
@@ -433,10 +435,14 @@ class ReceivedCall:
         return load(io.BytesIO(self._head.facts))
 
     def call(self) -> WorkerCall:
-        """Return the call."""
-        stream, buffers = self._at(self._head.stream), map(self._at, self._head.spans)
-        call: WorkerCall = pickle.loads(stream, buffers=buffers)  # noqa: S301 - of our own driver
-        return call
+        """Return the call, once: its content is then in the hands of the call alone."""
+        views = [self._at(span) for span in (self._head.stream, *self._head.spans)]
+        self._contents.clear()
+        del self._head
+        try:
+            return cast("WorkerCall", pickle.loads(views[0], buffers=views[1:]))  # noqa: S301
+        finally:
+            views.clear()
 
     def _at(self, span: Span) -> memoryview:
         view = self._contents[span.segment][span.offset : span.offset + span.num_bytes]

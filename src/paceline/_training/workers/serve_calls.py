@@ -178,16 +178,21 @@ class _ServingWorker:
             self._channel.send(ChannelFrame(FrameKind.VALUE, frame.call, body))
 
     def _value(self, frame: ChannelFrame) -> bytes:
+        # A library can keep an error of its first import, and with it these frames for good. So
+        # they give up what they hold: during the call and later, only its own objects hold memory.
         received = ReceivedCall(frame.body, partial(self._fetch, frame.call))
-        self._adopt(received.facts())
-        call = received.call()
-        # References to the segments go: during the call only its own objects hold memory.
-        del received
-        fill_main(self._program, call.main)
-        value = call.value()
-        buffer = io.BytesIO()
-        dump(value, buffer, what=f"What rank {self._rank} returned", name="value")
-        return buffer.getvalue()
+        held: list[Any] = []
+        try:
+            self._adopt(received.facts())
+            held.append(received.call())
+            del received
+            fill_main(self._program, held[0].main)
+            held[0] = held[0].value()
+            buffer = io.BytesIO()
+            dump(held[0], buffer, what=f"What rank {self._rank} returned", name="value")
+            return buffer.getvalue()
+        finally:
+            held.clear()
 
     def _fetch(self, number: int, num_segments: int) -> list[memoryview]:
         """Fetch a call's segments from the driver, as they are out of this process's reach."""

@@ -306,7 +306,7 @@ def test_a_fork_outlives_its_template_but_not_its_owner(
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from pathlib import Path\n"
         "import test_warm_probes as t\n"
-        "from paceline._training.workers.processes import process_facts_and_signals as s\n"
+        "from paceline._training.workers.processes import leftover_processes as s\n"
         "made = t.small_template([])\n"
         "with s.adopting_orphan_processes():\n"
         "    spec = t.WorkerSpec(command=[sys.executable, 'train.py'],\n"

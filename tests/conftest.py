@@ -891,3 +891,18 @@ def start(request: pytest.FixtureRequest) -> Start:
     """Run a script as two ranks of the launcher that the test names."""
     chosen: Start = request.getfixturevalue(request.param)
     return chosen
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., None]:
+    """Return a function that waits for a condition."""
+
+    def wait(condition: Callable[[], object], timeout_s: float = 240.0) -> None:
+        deadline, pause_s = time.monotonic() + timeout_s, 0.02
+        while not condition():
+            assert time.monotonic() < deadline, f"{condition} did not hold within {timeout_s} s"
+            time.sleep(pause_s)
+            # Each look asks a master, which takes milliseconds.
+            pause_s = min(1.5 * pause_s, 0.3)
+
+    return wait

@@ -258,16 +258,3 @@ def report() -> Callable[[int], MetricsReported]:
         )
 
     return make
-
-
-@pytest.fixture
-def wait_until() -> Callable[..., None]:
-    """Return a function that waits for a condition."""
-
-    def wait(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"{condition} did not hold within {timeout_s} s"
-            time.sleep(0.02)
-
-    return wait

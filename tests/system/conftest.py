@@ -1,7 +1,6 @@
 """Real masters for whole-process tests: started, killed and started again."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -50,21 +49,6 @@ def faulty(s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     yield server
     server.close()
-
-
-@pytest.fixture
-def wait_until() -> Callable[..., None]:
-    """Return a function that waits for a condition."""
-
-    def wait(condition: Callable[[], object], timeout_s: float = 240.0) -> None:
-        deadline, pause_s = time.monotonic() + timeout_s, 0.02
-        while not condition():
-            assert time.monotonic() < deadline, f"{condition} did not hold within {timeout_s} s"
-            time.sleep(pause_s)
-            # Each look asks a master, which takes milliseconds.
-            pause_s = min(1.5 * pause_s, 0.3)
-
-    return wait
 
 
 @pytest.fixture

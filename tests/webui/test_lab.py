@@ -362,8 +362,12 @@ def test_a_policy_is_set_in_the_page_and_told_where_an_experiment_is_made(
     expect(page.get_by_text("No templates or policies")).to_be_visible()
 
 
-def test_the_cluster_shows_storages_and_whose_bytes_they_have(lab: Any, open_as: Any) -> None:
+def test_the_cluster_shows_storages_and_whose_bytes_they_have(
+    lab: Any, open_as: Any, wait_until: Callable[..., None]
+) -> None:
     """The master's own storage, where the experiment has its checkpoint."""
+    # The first check comes some seconds after the start of the master.
+    wait_until(lambda: lab.client.storages()[0].checked_at is not None)
     page = open_as("admin", "/cluster")
     region = page.get_by_role("region", name="Storages")
     row = region.get_by_role("row").nth(1)

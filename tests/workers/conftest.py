@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,16 +47,3 @@ def make_group(tmp_path: Path, lines: list[OutputLine]) -> Iterator[MakeGroup]:
     for group in groups:
         if group.processes and group.wait(0.0) is None:
             group.stop(grace_s=0.0)
-
-
-@pytest.fixture
-def wait_until() -> Callable[[Callable[[], object]], None]:
-    """Wait for a condition, for two minutes at most."""
-
-    def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 120
-        while not condition():
-            assert time.monotonic() < deadline, "the condition was not met within 120 s"
-            time.sleep(0.01)
-
-    return wait

@@ -12,7 +12,7 @@ from site_pages import DOCS, ROOT, SiteError
 from paceline._cluster.master.api.application import describe
 from paceline._cluster.master.api.route_scopes import Scopes
 from paceline.cli import app
-from paceline.cli._options_and_errors import command_examples
+from paceline.cli._command_groups import command_examples
 from paceline.config import json_schema
 
 _VARIABLE = re.compile(r"\bPACELINE_[A-Z0-9_]*[A-Z0-9]\b")

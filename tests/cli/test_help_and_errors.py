@@ -15,7 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.cli._options_and_errors import command_examples, help_ending
+from paceline.cli._command_groups import command_examples, help_ending
 
 ALL = {
     " ".join([group, *below])

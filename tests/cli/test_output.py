@@ -7,8 +7,8 @@ import pytest
 
 from paceline._cluster.messages.experiment_models import LogLine
 from paceline.cli import _console_output
+from paceline.cli._errors import _USER_ERRORS
 from paceline.cli._experiment_follower import format_log_line, print_log_lines
-from paceline.cli._options_and_errors import _USER_ERRORS
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli._options_and_errors import is_paceline_command, restart_without_token
+from paceline.cli._connection import is_paceline_command, restart_without_token
 
 COMMAND = ["python", "-X", "utf8", "-m", "paceline.cli", "up", "--slots", "2"]
 

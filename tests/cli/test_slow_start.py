@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from paceline.cli import _master_process
+from paceline.cli._errors import CommandError
 from paceline.cli._master_process import end_process, start_detached
-from paceline.cli._options_and_errors import CommandError
 from paceline.client._http_session import read_master_file
 
 # Runs before the master, as a busy machine may delay it: three seconds, with hardly any work.

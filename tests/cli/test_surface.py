@@ -12,7 +12,7 @@ from typer.models import OptionInfo
 
 from paceline.cli import app
 from paceline.cli._commands.doctor_and_home_commands import backup
-from paceline.cli._options_and_errors import CommandError
+from paceline.cli._errors import CommandError
 
 COMMANDS = {
     "audit": [],

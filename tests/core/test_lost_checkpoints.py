@@ -128,16 +128,16 @@ def test_a_copied_run_directory_has_the_checkpoints_that_were_copied_with_it(
 def test_a_checkpoint_that_could_be_deleted_by_half_is_deleted_with_the_next(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from paceline.storage import _directory_storage
+    from paceline.storage import _checkpoint_files
 
-    empty, failures = _directory_storage.empty_directory, [OSError(errno.EBUSY, "Device is busy")]
+    empty, failures = _checkpoint_files.empty_directory, [OSError(errno.EBUSY, "Device is busy")]
 
     def empty_later(directory: int) -> None:
         if failures:
             raise failures.pop()
         empty(directory)
 
-    monkeypatch.setattr(_directory_storage, "empty_directory", empty_later)
+    monkeypatch.setattr(_checkpoint_files, "empty_directory", empty_later)
     with core.init(name="lost") as context:
         storage = context.checkpoint.storage
         assert isinstance(storage, DirectoryStorage)

@@ -15,7 +15,7 @@ import site_names
 import site_tables
 from site_pages import SiteError
 
-from paceline.cli._options_and_errors import command_examples
+from paceline.cli._command_groups import command_examples
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "paceline"

@@ -11,9 +11,8 @@ import pytest
 
 from paceline._cluster.master.api import checkpoint_routes as _checkpoint_routes
 from paceline._cluster.master.experiments.storage_calls import StorageCalls, StorageMarks
-from paceline._cluster.master.nodes import checkpoint_transfers as _checkpoint_transfers
 from paceline._cluster.master.upkeep.check_files import CheckPace, Finding, check_checkpoints
-from paceline.storage import DirectoryStorage
+from paceline.storage import DirectoryStorage, _checkpoint_files
 from paceline.storage._checkpoint_files import origin_of
 from paceline.storage._checkpoint_storage import new_uuid
 
@@ -185,7 +184,7 @@ def test_done_files_do_not_fill_the_memory_of_the_master(
     big = tmp_path / "shared" / "big"
     big.write_bytes(b"x" * (5 * 2**20 if what == "large" else 1))
     if what == "many":
-        monkeypatch.setattr(_checkpoint_transfers, "MAX_TEXT_BYTES", 1000)
+        monkeypatch.setattr(_checkpoint_files, "MAX_TEXT_BYTES", 1000)
     for rank in range(1, 40):
         os.link(big, directory / f"rank-{rank}.done")
     reply = shared.ask("one")

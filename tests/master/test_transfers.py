@@ -17,10 +17,10 @@ from paceline._base.journal_reading_and_writing import JournalWriter
 from paceline._base.run_directory import JournalKey, RunInfo
 from paceline._cluster.master.experiments.attempt_runners import end_runner
 from paceline._cluster.master.nodes.checkpoint_transfers import Transfers
+from paceline._cluster.messages import runner_messages
 from paceline._cluster.messages.runner_messages import AttemptEnd, AttemptSpec, MasterAddress
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner import checkpoint_shipping as _fetch_checkpoint
-from paceline._cluster.runner import checkpoint_shipping as _send_pieces
 from paceline._cluster.runner import checkpoint_shipping as _ship_checkpoints
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
 from paceline._cluster.runner.checkpoint_and_code_fetching import fetch_checkpoint
@@ -45,7 +45,7 @@ NUM_PIECES = 5 + 1 + 1 + 4
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Send small pieces, and close all links afterwards."""
-    monkeypatch.setattr(_send_pieces, "MAX_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(runner_messages, "MAX_PIECE_BYTES", PIECE)
     made: list[MasterLink] = []
     monkeypatch.setattr(Link, "made", made)
     yield
@@ -362,7 +362,7 @@ def test_a_full_disk_of_the_master_keeps_what_is_there_and_takes_the_rest_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Only a file of many blocks meets the end of a disk.
-    monkeypatch.setattr(_send_pieces, "MAX_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(runner_messages, "MAX_PIECE_BYTES", 1 << 16)
     disk = make_small_disk(size="1m")
     master = make_master(2)
     master.create(checkpoint_storage={"type": "directory", "path": str(disk / "c")})

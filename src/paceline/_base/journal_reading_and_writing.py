@@ -14,25 +14,13 @@ from typing import IO, Any
 
 import msgspec
 
+from paceline._base import journal_records as records
 from paceline._base.files import (
     open_regular_below,
     opened_below,
     opened_directory,
     sync_directory,
     sync_file,
-)
-from paceline._base.journal_records import (
-    FORMAT_VERSION,
-    MAX_GAP,
-    AnyRecord,
-    MetricsReported,
-    ProgressReported,
-    RecordLost,
-    RecordsDropped,
-    StatusReported,
-    TimeSpent,
-    decode_record,
-    encode_record,
 )
 
 logger = logging.getLogger(__name__)
@@ -57,9 +45,9 @@ class Entry(msgspec.Struct, frozen=True):
     sequence: int
     payload: bytes
 
-    def decode(self) -> AnyRecord:
+    def decode(self) -> records.AnyRecord:
         """Return the record."""
-        return decode_record(self.payload)
+        return records.decode_record(self.payload)
 
 
 class JournalReader:
@@ -160,8 +148,8 @@ class JournalReader:
             return []
         self.last_sequence = numbers[-1]
         reason = "its line, with which the journal ends, is damaged"
-        record = RecordLost(time=self._facts().st_mtime, reason=reason)
-        return [Entry(number, encode_record(record)) for number in numbers]
+        record = records.RecordLost(time=self._facts().st_mtime, reason=reason)
+        return [Entry(number, records.encode_record(record)) for number in numbers]
 
     def __iter__(self) -> Iterator[Entry]:
         """Yield every whole entry present now."""
@@ -260,7 +248,7 @@ class JournalReader:
         if is_whole and _SEQUENCE.fullmatch(number):
             sequence = int(number)
             # A forged number far ahead would hide all later records.
-            if sequence <= self.last_sequence + 1 + MAX_GAP:
+            if sequence <= self.last_sequence + 1 + records.MAX_GAP:
                 return Entry(sequence, payload)
         self._note_damage(len(line))
         return None
@@ -270,10 +258,11 @@ class JournalReader:
             version = msgspec.json.decode(header, type=dict[str, Any]).get("journal_version")
         except msgspec.DecodeError:
             version = None
-        if version != FORMAT_VERSION:
+        if version != records.FORMAT_VERSION:
             raise JournalVersionError(
-                f"The journal {str(self._path)!r} must have format version {FORMAT_VERSION},"
-                f" but has {version!r}. Hint: read it with the Paceline version that wrote it."
+                f"The journal {str(self._path)!r} must have format version"
+                f" {records.FORMAT_VERSION}, but has {version!r}. Hint: read it"
+                " with the Paceline version that wrote it."
             )
 
 
@@ -304,7 +293,12 @@ _RETRY_S = 0.5
 # A journal, all journals, the run directory, the directory of the attempt, and its parent.
 _DIRECTORIES_OF_RUN = 5
 # Frequent records, dropped first on a full disk; later decisions rely on all the others.
-_DROPPABLE = (MetricsReported, ProgressReported, StatusReported, TimeSpent)
+_DROPPABLE = (
+    records.MetricsReported,
+    records.ProgressReported,
+    records.StatusReported,
+    records.TimeSpent,
+)
 
 
 def frame_line(sequence: int, payload: bytes) -> bytes:
@@ -375,10 +369,10 @@ class JournalWriter:
         """The sequence number of the newest record, -1 before the first."""
         return self._next_sequence - 1
 
-    def append(self, record: AnyRecord) -> int:
+    def append(self, record: records.AnyRecord) -> int:
         """Write a record and return its sequence number; never raise on a full disk."""
         # Encoding before the lock: a record without a JSON form raises without taking a number.
-        payload = encode_record(record)
+        payload = records.encode_record(record)
         with self._lock:
             sequence = self._next_sequence
             self._next_sequence += 1
@@ -506,7 +500,9 @@ class JournalWriter:
         path = self.directory / segment_name(first_sequence)
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            header = msgspec.json.encode({"journal_version": FORMAT_VERSION, "time": time.time()})
+            header = msgspec.json.encode(
+                {"journal_version": records.FORMAT_VERSION, "time": time.time()}
+            )
             line = frame_line(-1, header)
             # A header that did not fit on a full disk before is closed as a damaged line.
             rest = b"\n" + line if os.fstat(descriptor).st_size > 0 else line
@@ -525,7 +521,7 @@ class JournalWriter:
         self._segment_size = os.fstat(descriptor).st_size
         self._is_line_torn = False
 
-    def _hold(self, sequence: int, line: bytes, record: AnyRecord) -> None:
+    def _hold(self, sequence: int, line: bytes, record: records.AnyRecord) -> None:
         if not isinstance(record, _DROPPABLE):
             self._kept.append((sequence, line))
             return
@@ -550,9 +546,9 @@ class JournalWriter:
             if not is_kept_next:
                 self._droppable_bytes -= len(line)
         if self._num_dropped:
-            record = RecordsDropped(time=time.time(), count=self._num_dropped)
+            record = records.RecordsDropped(time=time.time(), count=self._num_dropped)
             if not self._try_write(
-                self._next_sequence, frame_line(self._next_sequence, encode_record(record))
+                self._next_sequence, frame_line(self._next_sequence, records.encode_record(record))
             ):
                 return
             self._next_sequence += 1

@@ -15,23 +15,10 @@ import msgspec
 
 from paceline import core, faults
 from paceline._base.journal_records import SearchInputTaken, decode_value, encode_metrics
+from paceline.search import _search_messages as messages
 from paceline.search._hyperparameter_space import Space
 from paceline.search._samplers import Observation
 from paceline.search._search import Search
-from paceline.search._search_messages import (
-    Create,
-    Exited,
-    ExitReason,
-    Input,
-    Operation,
-    Proposed,
-    Reported,
-    Spent,
-    Started,
-    Stop,
-    Train,
-    input_from_json,
-)
 from paceline.search._search_state import SPENT_INTERVAL_S
 
 if TYPE_CHECKING:
@@ -77,10 +64,10 @@ class TrialOutcome:
 
 TRIALS_FOLDER = "trials"
 _STATES = {
-    ExitReason.COMPLETED: "completed",
-    ExitReason.ERROR: "failed",
-    ExitReason.CANCELED: "canceled",
-    ExitReason.INVALID_HP: "invalid",
+    messages.ExitReason.COMPLETED: "completed",
+    messages.ExitReason.ERROR: "failed",
+    messages.ExitReason.CANCELED: "canceled",
+    messages.ExitReason.INVALID_HP: "invalid",
 }
 
 
@@ -114,11 +101,11 @@ class SearchTrial:
         known: Encoded metrics by the number of their report, for a run that repeats some.
     """
 
-    create: Create
+    create: messages.Create
     result: TrialOutcome
     target: int | None = None
     is_stopped: bool = False
-    exit_reason: ExitReason | None = None
+    exit_reason: messages.ExitReason | None = None
     known: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -175,8 +162,8 @@ class SearchRun:
     can_extend: bool
     is_single: bool
     config: Mapping[str, Any]
-    answer: Callable[[Space, Sequence[Create], list[Observation]], Proposed]
-    first_inputs: Sequence[Input] = ()
+    answer: Callable[[Space, Sequence[messages.Create], list[Observation]], messages.Proposed]
+    first_inputs: Sequence[messages.Input] = ()
 
     def __post_init__(self) -> None:
         self.trials: dict[str, SearchTrial] = {}
@@ -233,14 +220,14 @@ class SearchRun:
             if not earlier:
                 for given in self.first_inputs:
                     self._take_input(given)
-                self._take_input(Started())
+                self._take_input(messages.Started())
             self._wall_before_s, self._since = self.search.budget.wall_s, time.monotonic()
             for trial in list(self.trials.values()):
                 if trial.exit_reason is not None:
                     continue
                 is_at_target = self._is_at_target(trial)
                 if trial.is_stopped or (is_at_target and not self.can_extend):
-                    self._exit(trial, ExitReason.COMPLETED)
+                    self._exit(trial, messages.ExitReason.COMPLETED)
                 elif is_at_target:
                     self._ready.remove(trial)
                     trial.result.state = "paused"
@@ -260,7 +247,7 @@ class SearchRun:
                 return
             wall_s = self._wall_before_s + time.monotonic() - self._since
             if wall_s >= limit or wall_s >= used + SPENT_INTERVAL_S:
-                self._take_input(Spent(wall_s=wall_s))
+                self._take_input(messages.Spent(wall_s=wall_s))
 
     # ---- called by the threads that run trials -------------------------------------------
 
@@ -355,7 +342,9 @@ class SearchRun:
             return
         raise (ValueError if self._has_value() else MetricMissingError)(problem)
 
-    def end(self, trial: SearchTrial, reason: ExitReason, error: BaseException | None) -> None:
+    def end(
+        self, trial: SearchTrial, reason: messages.ExitReason, error: BaseException | None
+    ) -> None:
         """Record the end of a trial.
 
         Raises:
@@ -367,7 +356,7 @@ class SearchRun:
             self._exit(trial, reason)
             if isinstance(error, core.NonFiniteError):
                 trial.result.state = "diverged"
-            is_invalid = reason is ExitReason.INVALID_HP
+            is_invalid = reason is messages.ExitReason.INVALID_HP
             if is_invalid and self._num_invalid_in_a_row >= Search.max_invalid_in_a_row:
                 raise ValueError(
                     f"{self._num_invalid_in_a_row} trials in a row refused their hyperparameters"
@@ -430,11 +419,11 @@ class SearchRun:
         """End the longest-waiting trial: no decision of the search can come any more."""
         trial = next(iter(self._paused.values()))
         del self._paused[trial.create.request_id]
-        self._exit(trial, ExitReason.COMPLETED)
+        self._exit(trial, messages.ExitReason.COMPLETED)
 
-    def _exit(self, trial: SearchTrial, reason: ExitReason) -> None:
+    def _exit(self, trial: SearchTrial, reason: messages.ExitReason) -> None:
         if trial.exit_reason is None:
-            self._take_input(Exited(request_id=trial.create.request_id, reason=reason))
+            self._take_input(messages.Exited(request_id=trial.create.request_id, reason=reason))
 
     def _reopen(self, trial: SearchTrial) -> None:
         """Requeue a paused trial if its target was raised, or end a stopped trial."""
@@ -443,7 +432,7 @@ class SearchRun:
             return
         if trial.is_stopped:
             del self._paused[request_id]
-            self._exit(trial, ExitReason.COMPLETED)
+            self._exit(trial, messages.ExitReason.COMPLETED)
         elif not self._is_at_target(trial):
             del self._paused[request_id]
             trial.result.state = "waiting"
@@ -451,31 +440,31 @@ class SearchRun:
 
     # ---- inputs --------------------------------------------------------------------------
 
-    def _take_input(self, given: Input) -> None:
+    def _take_input(self, given: messages.Input) -> None:
         self.journal.add(given)
         self._apply(given)
 
     def _replay(self, record: SearchInputTaken) -> None:
-        given = input_from_json(msgspec.json.encode(record.input))
-        if isinstance(given, Reported) and record.metrics is not None:
+        given = messages.input_from_json(msgspec.json.encode(record.input))
+        if isinstance(given, messages.Reported) and record.metrics is not None:
             trial = self.trials[given.request_id]
             self._note_report(trial, record.number, decode_value(record.metrics), given)
         self._apply(given)
 
-    def _apply(self, given: Input) -> None:
+    def _apply(self, given: messages.Input) -> None:
         operations = self.search.apply(given)
-        if isinstance(given, Reported) and given.others:
+        if isinstance(given, messages.Reported) and given.others:
             result = self.trials[given.request_id].result
             result.values = self.search.values_of(given.request_id)
             result.value = next(iter(result.values), math.nan)
-        if isinstance(given, Exited):
+        if isinstance(given, messages.Exited):
             trial = self.trials[given.request_id]
             trial.exit_reason = given.reason
-            is_invalid = given.reason is ExitReason.INVALID_HP
+            is_invalid = given.reason is messages.ExitReason.INVALID_HP
             self._num_invalid_in_a_row = self._num_invalid_in_a_row + 1 if is_invalid else 0
             state = _STATES[given.reason]
             is_early = self.length is not None and trial.result.time < self.length
-            is_stopped = trial.is_stopped and given.reason is ExitReason.COMPLETED
+            is_stopped = trial.is_stopped and given.reason is messages.ExitReason.COMPLETED
             trial.result.state = "stopped" if is_stopped and is_early else state
             if trial in self._ready:
                 self._ready.remove(trial)
@@ -483,8 +472,8 @@ class SearchRun:
             self._carry_out(operation)
         self._changed.notify_all()
 
-    def _carry_out(self, operation: Operation) -> None:
-        if isinstance(operation, Create):
+    def _carry_out(self, operation: messages.Operation) -> None:
+        if isinstance(operation, messages.Create):
             number = len(self.trials) + 1
             result = self.make_result(
                 number=number,
@@ -494,18 +483,18 @@ class SearchRun:
             trial = SearchTrial(create=operation, result=result)
             self.trials[operation.request_id] = trial
             self._ready.append(trial)
-        elif isinstance(operation, Train):
+        elif isinstance(operation, messages.Train):
             trial = self.trials[operation.request_id]
             trial.target = operation.length
             self._reopen(trial)
-        elif isinstance(operation, Stop):
+        elif isinstance(operation, messages.Stop):
             trial = self.trials[operation.request_id]
             trial.is_stopped = True
             self._reopen(trial)
             if self._since is not None and trial in self._ready:
                 # A limit stops trials that have not begun as well.
                 self._ready.remove(trial)
-                self._exit(trial, ExitReason.COMPLETED)
+                self._exit(trial, messages.ExitReason.COMPLETED)
 
     def _has_value(self) -> bool:
         return any(each.result.value is not None for each in self.trials.values())
@@ -527,7 +516,7 @@ class SearchRun:
             " Hint: report it, or set `metric` of the searcher to what is reported."
         )
 
-    def _input_of(self, trial: SearchTrial, metrics: Mapping[str, Any]) -> Reported | None:
+    def _input_of(self, trial: SearchTrial, metrics: Mapping[str, Any]) -> messages.Reported | None:
         """Return the search input for a report; None without the searched metric."""
         values = [_metric_number(metrics.get(name)) for name in self.metrics]
         found = [value for value in values if value is not None]
@@ -538,10 +527,16 @@ class SearchRun:
             # Without such a metric the reports count.
             time = float(trial.result.num_reports + 1)
         request_id, (metric, *others) = trial.create.request_id, found
-        return Reported(request_id=request_id, time=time, metric=metric, others=tuple(others))
+        return messages.Reported(
+            request_id=request_id, time=time, metric=metric, others=tuple(others)
+        )
 
     def _note_report(
-        self, trial: SearchTrial, number: int, metrics: dict[str, Any], given: Reported | None
+        self,
+        trial: SearchTrial,
+        number: int,
+        metrics: dict[str, Any],
+        given: messages.Reported | None,
     ) -> None:
         result = trial.result
         trial.known[number] = encode_metrics(metrics)
@@ -557,9 +552,13 @@ class SearchRun:
             result.value = new
 
 
-def trial_exit_reason(error: BaseException) -> ExitReason:
+def trial_exit_reason(error: BaseException) -> messages.ExitReason:
     """Return the exit reason for the exception raised by a trial."""
-    return ExitReason.INVALID_HP if isinstance(error, core.InvalidHP) else ExitReason.ERROR
+    return (
+        messages.ExitReason.INVALID_HP
+        if isinstance(error, core.InvalidHP)
+        else messages.ExitReason.ERROR
+    )
 
 
 def _metric_number(value: Any) -> float | None:

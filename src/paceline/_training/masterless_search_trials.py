@@ -35,6 +35,7 @@ from paceline.core._arguments import Outcome
 from paceline.core._attempt_journal import begin_journal, end_journal, outcome_of
 from paceline.core._run_opening import RESUME_VARIABLE, OpenedRun, open_run, run_name
 from paceline.core._train_context import RunFeedback, ending_of
+from paceline.search import _search_messages as messages
 from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._sampler_program import SamplerProgram
 from paceline.search._samplers import (
@@ -45,7 +46,6 @@ from paceline.search._samplers import (
     recalled_from,
 )
 from paceline.search._search import Search
-from paceline.search._search_messages import Create, ExitReason, Input, Proposed, message_to_json
 
 if TYPE_CHECKING:
     from paceline._training.masterless_search import SearchStanding
@@ -131,12 +131,14 @@ class SearchJournal:
             if isinstance(record, SearchInputTaken):
                 yield record
 
-    def add(self, given: Input, number: int = 0, metrics: Mapping[str, Any] | None = None) -> None:
+    def add(
+        self, given: messages.Input, number: int = 0, metrics: Mapping[str, Any] | None = None
+    ) -> None:
         """Append an input; the entry survives a kill of this process."""
         self.journal.append(
             SearchInputTaken(
                 time=time.time(),
-                input=msgspec.json.decode(message_to_json(given)),
+                input=msgspec.json.decode(messages.message_to_json(given)),
                 number=number,
                 metrics=None if metrics is None else encode_metrics(dict(metrics)),
             )
@@ -360,15 +362,15 @@ def begun_search(
     return run
 
 
-def _first_inputs(chosen: Any) -> list[Input]:
+def _first_inputs(chosen: Any) -> list[messages.Input]:
     searcher, space = chosen.searcher, parse_space(chosen.hyperparameters)
-    given: list[Input] = [
+    given: list[messages.Input] = [
         recalled_from(str(path), space, searcher.metric) for path in searcher.warm_start_from
     ]
     return given if searcher.limits is None else [*given, searcher.limits.as_input()]
 
 
-def _answering(chosen: Any, seed: int, stack: ExitStack) -> Callable[..., Proposed]:
+def _answering(chosen: Any, seed: int, stack: ExitStack) -> Callable[..., messages.Proposed]:
     spec: SamplerSpec = chosen.searcher.sampler_spec()
     ask: SamplerProgram | None = None
     if spec.name != "random":
@@ -378,7 +380,9 @@ def _answering(chosen: Any, seed: int, stack: ExitStack) -> Callable[..., Propos
 
     points = chosen.searcher.points_to_evaluate
 
-    def answer(space: Space, asks: Sequence[Create], seen: list[Observation]) -> Proposed:
+    def answer(
+        space: Space, asks: Sequence[messages.Create], seen: list[Observation]
+    ) -> messages.Proposed:
         [found] = answers_to(space, asks, seen, ask, spec.shown, points)
         if found.is_fallback:
             logger.warning("A trial is drawn at random: %s", found.why)
@@ -468,7 +472,7 @@ class TrialThread(threading.Thread):
         if move is NextMove.PAUSE:
             self._search.pause(trial)
         else:
-            self._search.end(trial, ExitReason.COMPLETED, None)
+            self._search.end(trial, messages.ExitReason.COMPLETED, None)
 
     def _fail(self, trial: SearchTrial, error: Exception) -> None:
         if self._search.is_closed:

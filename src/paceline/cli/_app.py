@@ -10,6 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from paceline._base.terminal_text import TerminalStream
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
+from paceline.cli._command_groups import CommandGroup, PipeClosedError
 from paceline.cli._commands import edit_and_compare_commands, file_commands  # noqa: F401 - their imports add commands
 from paceline.cli._commands.checkpoint_commands import checkpoint_app
 from paceline.cli._commands.create_command import init, preview_search, simulate_search
@@ -40,21 +43,8 @@ from paceline.cli._commands.user_and_token_commands import (
     user_app,
 )
 from paceline.cli._commands.verify_resume_command import verify_resume
-from paceline.cli._console_output import print_answer, print_list
-from paceline.cli._options_and_errors import (
-    CaFile,
-    CommandError,
-    CommandGroup,
-    PipeClosedError,
-    chosen_master,
-    error_code,
-    is_cli_user_error,
-    is_json,
-    is_paceline_command,
-    output_format,
-    report_error,
-    trust,
-)
+from paceline.cli._connection import chosen_master, is_paceline_command, trust
+from paceline.cli._errors import CommandError, error_code, is_cli_user_error, report_error
 
 examples_app = CommandGroup(help="List and copy the examples of Paceline.")
 
@@ -66,7 +56,7 @@ def list_examples() -> None:
     """List the examples."""
 
     names = _names()
-    print_list([{"name": name} for name in names], ["Name"], [[name] for name in names])
+    console.print_list([{"name": name} for name in names], ["Name"], [[name] for name in names])
 
 
 @examples_app.command("copy")
@@ -91,7 +81,7 @@ def copy_example(
         )
     shutil.copytree(examples_directory() / name, target, ignore=_LEFT_OUT, dirs_exist_ok=True)
 
-    print_answer(
+    console.print_answer(
         {"name": name, "path": str(target)},
         f"Copied {name} to {target}. Read {target / 'README.md'} first.",
     )
@@ -146,7 +136,7 @@ def root(
             " runs in $PACELINE_HOME.",
         ),
     ] = None,
-    ca_file: CaFile = None,
+    ca_file: options.CaFile = None,
     show_version: Annotated[
         bool,
         typer.Option(
@@ -192,7 +182,7 @@ def version() -> None:
     from importlib.metadata import version as installed_version
 
     number = installed_version("paceline")
-    print_answer({"version": number}, number)
+    console.print_answer({"version": number}, number)
 
 
 for _name, _short, _group in (
@@ -231,7 +221,7 @@ def main() -> None:
     sys.stdout, sys.stderr = TerminalStream(sys.stdout), TerminalStream(sys.stderr)
     if re.search(r" (--json|--format[ =]json|--fields[ =]\S*) ", f" {' '.join(sys.argv)} "):
         # Errors before the command, too, are for a program.
-        output_format.set("json")
+        options.output_format.set("json")
     try:
         code = app(prog_name="paceline", standalone_mode=False)
         sys.stdout.flush()
@@ -254,7 +244,7 @@ def _report(error: Any) -> int:
         report_error(str(error), error_code(error))
     elif not hasattr(error, "format_message"):
         raise error
-    elif is_json():
+    elif options.is_json():
         context = getattr(error, "ctx", None)
         hint = f" Hint: see `{context.command_path} --help`." if context else ""
         report_error(f"{error.format_message()}{hint}", "usage")

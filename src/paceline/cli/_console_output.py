@@ -14,13 +14,7 @@ from paceline._base.imports import flatten
 from paceline._base.journal_records import decode_value
 from paceline._base.progress_display import format_duration
 from paceline._base.terminal_text import escape_in_json, terminal_text
-from paceline.cli._options_and_errors import (
-    check_fields,
-    chosen_fields,
-    is_agent,
-    is_json,
-    output_format,
-)
+from paceline.cli._options import check_fields, chosen_fields, is_agent, is_json, output_format
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,17 +43,17 @@ _STATE_STYLES = {
 }
 
 
-def console() -> "Console":
+def stdout() -> "Console":
     """Return a console on stdout; without colours and borders if stdout is no terminal."""
-    return _console(stderr=False)
+    return _make_console(stderr=False)
 
 
-def error_console() -> "Console":
+def stderr() -> "Console":
     """Return a console on stderr, for all output except the command's answer."""
-    return _console(stderr=True)
+    return _make_console(stderr=True)
 
 
-def _console(*, stderr: bool) -> "Console":
+def _make_console(*, stderr: bool) -> "Console":
     from rich.console import Console
     from rich.segment import Segment
 
@@ -83,7 +77,7 @@ def _console(*, stderr: bool) -> "Console":
 
 def print_warning(text: str) -> None:
     """Print a warning to stderr."""
-    error_console().print(f"Warning: {text}", style="yellow", soft_wrap=True)
+    stderr().print(f"Warning: {text}", style="yellow", soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
@@ -210,7 +204,7 @@ def print_table(
         spare: Titles of the columns that a narrow terminal leaves out, the first one first.
         empty: Text to print when there are no rows.
     """
-    output = console()
+    output = stdout()
     cells = [[_cell(value) for value in row] for row in rows]
     columns, cells = _without_spare(list(columns), cells, spare, output.width)
     table = make_table()
@@ -269,7 +263,7 @@ def print_facts(facts: Iterable[tuple[str, Any]]) -> None:
     for name, value in facts:
         if value is not None:
             table.add_row(name, _cell(value))
-    _print_without_padding(console(), table)
+    _print_without_padding(stdout(), table)
 
 
 def _print_without_padding(output: "Console", table: "Table") -> None:
@@ -430,7 +424,7 @@ def print_alerts(alerts: "Sequence[AlertRaised | Alert]") -> None:
         (format_moment(alert.time), alert.level, alert_text(alert.title, alert.description))
         for alert in alerts
     ]
-    console().print()
+    stdout().print()
     print_table(["Time", "Level", "Alert"], rows)
 
 
@@ -485,4 +479,4 @@ def print_time_table(seconds: dict[str, float], total_s: float, goodput: float |
     if goodput is not None:
         used_s = total_s - seconds["waiting_s"]
         told = f"Goodput {goodput:.1%}: of {format_duration(used_s)} with processes,"
-        console().print(f"\n{told} {format_duration(seconds['training_s'])} trained.")
+        stdout().print(f"\n{told} {format_duration(seconds['training_s'])} trained.")

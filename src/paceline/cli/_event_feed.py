@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paceline._base.journal_records import decode_value
 from paceline._base.progress_display import format_duration
 from paceline._cluster.messages.states import FULLY_TRAINED, STOPPED_BY_SEARCH
-from paceline.cli._console_output import alert_text, format_number, format_values
+from paceline.cli import _console_output as console
 from paceline.config._fields_and_problems import split_length
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class EventFeed:
         if num_running:
             parts.append(f"{num_running} running")
         if self.best_trial_id is not None:
-            best = format_number(self._best_value)
+            best = console.format_number(self._best_value)
             parts.append(f"best {self._metric} {best} (trial {self.best_trial_id})")
         return " · ".join(parts)
 
@@ -159,7 +159,7 @@ class EventFeed:
         trial.hparams = event.data.get("hparams", {})
         name = f"trial {event.trial_id:<4} "
         yield FeedLine(
-            seconds=seconds, text=f"{name}created   {format_values(trial.hparams)}".rstrip()
+            seconds=seconds, text=f"{name}created   {console.format_values(trial.hparams)}".rstrip()
         )
 
     def _on_attempt_started(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
@@ -203,7 +203,7 @@ class EventFeed:
 
     def _on_alert(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
         data = event.data
-        text = alert_text(data.get("title"), data.get("description"))
+        text = console.alert_text(data.get("title"), data.get("description"))
         style = _ALERT_STYLES.get(str(data.get("level")), "")
         yield FeedLine(seconds=seconds, text=f"{self._name(event)}alert: {text}", style=style)
 
@@ -215,7 +215,7 @@ class EventFeed:
         is_of_chief = event.data.get("rank", 0) == 0
         if self._is_single and is_of_chief and group not in _UNSHOWN_GROUPS:
             metrics = event.data.get("metrics", {})
-            text = f"{group} {self._reached(metrics, steps)}: {format_values(metrics)}"
+            text = f"{group} {self._reached(metrics, steps)}: {console.format_values(metrics)}"
             yield FeedLine(seconds=seconds, text=text, style="cyan")
 
     def _on_validation(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
@@ -227,12 +227,12 @@ class EventFeed:
         trial.has_trained_all = self._is_full_length(metrics)
         is_best = self._note_best(event.trial_id, metrics.get(self._metric))
         if self._is_single:
-            text = f"validation {self._reached(metrics, steps)}: {format_values(metrics)}"
+            text = f"validation {self._reached(metrics, steps)}: {console.format_values(metrics)}"
             yield FeedLine(seconds=seconds, text=text, style="bold cyan")
             return
         shown = {self._metric: metrics[self._metric]} if self._metric in metrics else {}
         rest = {k: v for k, v in metrics.items() if k not in (self._metric, self._time_metric)}
-        text = f"{self._name(event)}{trial.place:<9} {format_values({**shown, **rest})}"
+        text = f"{self._name(event)}{trial.place:<9} {console.format_values({**shown, **rest})}"
         if is_best:
             text += "  best"
         yield FeedLine(seconds=seconds, text=text, style="bold" if is_best else "")
@@ -299,7 +299,7 @@ class EventFeed:
         """Return the position of a trial: in the search's unit if reported, else in batches."""
         if self._time_metric is not None and self._time_metric in metrics:
             unit = _UNITS.get(self._time_metric, self._time_metric)
-            return f"{unit} {format_number(metrics[self._time_metric])}"
+            return f"{unit} {console.format_number(metrics[self._time_metric])}"
         return f"batch {steps}"
 
     def _reached(self, metrics: dict[str, Any], steps: int) -> str:

@@ -8,26 +8,9 @@ import typer
 
 from paceline._base.imports import flatten
 from paceline._base.progress_display import format_duration
-from paceline.cli._console_output import (
-    console,
-    experiment_word,
-    format_moment,
-    format_number,
-    format_values,
-    lost_records_text,
-    make_table,
-    num_trials_text,
-    plain_for_console,
-    print_facts,
-    print_hint,
-    print_json,
-    print_list,
-    print_note,
-    print_table,
-    progress_text,
-    state_text,
-)
-from paceline.cli._options_and_errors import ExperimentId, Json, connect, is_agent, is_json
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
+from paceline.cli._connection import connect
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,16 +31,16 @@ _MOST_NODES = 10
 
 def print_trials(found: "list[TrialData]", empty: str) -> None:
     """Print a list of trials."""
-    print_list(
+    console.print_list(
         found,
         ["Trial", "State", "Batches", "Best metric", "Hyperparameters"],
         [
             (
                 trial.id,
-                state_text(trial.shown_state.value),
+                console.state_text(trial.shown_state.value),
                 trial.steps_completed,
                 trial.best_metric,
-                format_values(trial.hparams),
+                console.format_values(trial.hparams),
             )
             for trial in found
         ],
@@ -67,8 +50,8 @@ def print_trials(found: "list[TrialData]", empty: str) -> None:
 
 
 def describe(
-    experiment: ExperimentId,
-    json: Json = False,
+    experiment: options.ExperimentId,
+    json: options.Json = False,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Also print the resolved config.")
     ] = False,
@@ -80,7 +63,7 @@ def describe(
         repeats = found.repeats()
         if json:
             shown = None if repeats is None else asdict(repeats)
-            print_json({**experiment_result(client, found), "repeats": shown})
+            console.print_json({**experiment_result(client, found), "repeats": shown})
             return
         several = _objectives_of(found.data)
         best = None if several else _best_trial(client, found.data)
@@ -89,20 +72,20 @@ def describe(
         told = _repeats_text(repeats)
         _print_description(found.data, best, waits, end_note(found), nodes, problems, told)
         search = found.search()
-        _print_front(search, console())
+        _print_front(search, console.stdout())
         _print_limits(found.data)
         _print_sampler(search)
         _print_rungs(search)
     if show_config:
         import yaml
 
-        console().print(yaml.safe_dump(found.config, sort_keys=False).rstrip())
+        console.stdout().print(yaml.safe_dump(found.config, sort_keys=False).rstrip())
 
 
 def experiment_result(client: "Client", experiment: "Experiment") -> dict[str, Any]:
     """Return an experiment for JSON, with its best trial, or its Pareto front."""
     best = _best_trial(client, experiment.data)
-    plain = {**plain_for_console(experiment.data), "best_trial": best and best.data}
+    plain = {**console.plain_for_console(experiment.data), "best_trial": best and best.data}
     plain |= {"objectives": [], "front": [], "num_in_front": 0}
     if _objectives_of(experiment.data):
         # No trial is the best: the front has those that no other one dominates.
@@ -135,7 +118,9 @@ def created_text(experiment: "Experiment", before: int) -> str:
     text = f"xperiment {experiment.id} ({experiment.name})"
     if experiment.id > before:
         return f"Created e{text}"
-    print_note("Nothing was created: an earlier request with this `--key` made the experiment.")
+    console.print_note(
+        "Nothing was created: an earlier request with this `--key` made the experiment."
+    )
     return f"E{text}"
 
 
@@ -154,20 +139,22 @@ def print_created(
     from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
 
     if is_followed:
-        print_note(text)
+        console.print_note(text)
         raise typer.Exit(
             ExperimentFollower(experiment, client, FollowOptions(all_logs=all_logs)).follow()
         )
-    if is_json():
-        print_json(experiment_result(client, experiment))
+    if options.is_json():
+        console.print_json(experiment_result(client, experiment))
     else:
         typer.echo(text)
-    if is_agent() and experiment.data.state.value != "PAUSED":
-        print_hint(f"`paceline e wait {experiment.id} --timeout 600 --json` waits for its end.")
+    if options.is_agent() and experiment.data.state.value != "PAUSED":
+        console.print_hint(
+            f"`paceline e wait {experiment.id} --timeout 600 --json` waits for its end."
+        )
     elif experiment.data.state.value == "PAUSED":
-        print_hint(f"`paceline e activate {experiment.id}` starts it.")
+        console.print_hint(f"`paceline e activate {experiment.id}` starts it.")
     else:
-        print_hint(f"`paceline e logs {experiment.id} -f` follows it to its end.")
+        console.print_hint(f"`paceline e logs {experiment.id} -f` follows it to its end.")
 
 
 def end_note(experiment: "Experiment") -> str | None:
@@ -188,7 +175,7 @@ def _best_trial(client: "Client", data: "ExperimentData") -> "Trial | None":
 def waits_for(client: "Client", data: "ExperimentData") -> str | None:
     """Return the slots a queued experiment waits for and their holders; None if not queued."""
 
-    if experiment_word(data) != "QUEUED" or data.is_unmanaged:
+    if console.experiment_word(data) != "QUEUED" or data.is_unmanaged:
         return None
     resources = data.config.get("resources", {})
     pool, given = resources.get("pool") or "default", resources.get("slots_per_trial", 1)
@@ -245,14 +232,14 @@ def _print_description(
 
     lost = None
     if data.num_records_lost:
-        lost = f"{lost_records_text(data.num_records_lost)}; the trials' logs say which"
+        lost = f"{console.lost_records_text(data.num_records_lost)}; the trials' logs say which"
     took = None if data.ended_at is None else format_duration(data.ended_at - data.created_at)
-    print_facts(
+    console.print_facts(
         [
             ("Experiment", f"{data.id} ({data.name})"),
             ("Description", data.description or None),
             ("Labels", ", ".join(data.labels) or None),
-            ("State", state_text(experiment_word(data))),
+            ("State", console.state_text(console.experiment_word(data))),
             ("Owner", f"{data.owner}, in the project {data.project}"),
             ("Waits", waits),
             ("Problem", problems),
@@ -260,14 +247,14 @@ def _print_description(
             ("Error", data.error),
             ("Warning", "\n".join(data.warnings) or None),
             ("Lost", lost),
-            ("Progress", progress_text(data)),
+            ("Progress", console.progress_text(data)),
             ("Made", data.run_dir and f"without a master, in {data.run_dir}"),
             ("Search", _search_text(data)),
             ("Trials", f"{data.num_trials}, {data.num_running} running"),
             *_best_facts(data, best_trial, note),
             ("Repeats", repeats),
             ("Continues", data.parent_trial_id and f"trial {data.parent_trial_id}"),
-            ("Created", format_moment(data.created_at)),
+            ("Created", console.format_moment(data.created_at)),
             ("Took", took),
             ("Ended", data.end_reason),
         ]
@@ -294,38 +281,43 @@ def _best_facts(
 
     if best_trial is None:
         return [("Best", note)]
-    best = f"{format_number(data.best_metric)} (trial {best_trial.id})"
-    return [("Best", best), ("With", format_values(best_trial.hparams) or None)]
+    best = f"{console.format_number(data.best_metric)} (trial {best_trial.id})"
+    return [("Best", best), ("With", console.format_values(best_trial.hparams) or None)]
 
 
 def _print_limits(data: "ExperimentData") -> None:
     rows = [
-        (each.name, format_number(each.limit), format_number(each.used), format_number(each.left))
+        (
+            each.name,
+            console.format_number(each.limit),
+            console.format_number(each.used),
+            console.format_number(each.left),
+        )
         for each in data.limits
     ]
     if rows:
-        console().print()
+        console.stdout().print()
         titles = ["Limit", "Value", "Used", "Left"]
-        print_table(titles, rows, right=titles[1:])
+        console.print_table(titles, rows, right=titles[1:])
 
 
 def _repeats_text(found: "Repeats | None") -> str | None:
     """Return what repeats say; None without repeats."""
     if found is None:
         return None
-    told = f"trial {found.trial}: {format_number(found.mean)}"
+    told = f"trial {found.trial}: {console.format_number(found.mean)}"
     if found.deviation is not None:
-        told += f" (standard deviation {format_number(found.deviation)})"
+        told += f" (standard deviation {console.format_number(found.deviation)})"
     told += f" over {found.num_repeats} seeds"
     if found.num_missing:
         told += f", {found.num_missing} missing"
     if found.interval is None:
         return told
-    low, high = map(format_number, found.interval)
+    low, high = map(console.format_number, found.interval)
     verdict = {True: "real", False: "not beyond the noise", None: "not known yet"}[found.is_real]
     return (
-        f"{told}\ngain over trial {found.baseline}: {format_number(found.gain)}, in 95 % between"
-        f" {low} and {high} ({found.num_pairs} pairs): {verdict}"
+        f"{told}\ngain over trial {found.baseline}: {console.format_number(found.gain)}, in 95 %"
+        f" between {low} and {high} ({found.num_pairs} pairs): {verdict}"
     )
 
 
@@ -338,8 +330,8 @@ def _print_sampler(search: "SearchView") -> None:
     if search.num_out_of_memory:
         facts.append(("Out of memory", f"{search.num_out_of_memory} trials"))
     if facts:
-        console().print()
-        print_facts(facts)
+        console.stdout().print()
+        console.print_facts(facts)
 
 
 def _print_rungs(search: "SearchView") -> None:
@@ -350,9 +342,9 @@ def _print_rungs(search: "SearchView") -> None:
             counts = rung.num_by_decision
             rows.append((number, rung.length, sum(counts.values()), counts.get("stopped", 0)))
     if rows:
-        console().print()
+        console.stdout().print()
         titles = ["Bracket", "Rung", "Reached", "Stopped"]
-        print_table(titles, rows, right=titles)
+        console.print_table(titles, rows, right=titles)
 
 
 def _print_front(search: "SearchView", output: "Console") -> None:
@@ -361,16 +353,16 @@ def _print_front(search: "SearchView", output: "Console") -> None:
         return
     shown = search.front[:_MOST_IN_FRONT]
     names = _varying_in_leaderboard(shown)
-    table = make_table()
+    table = console.make_table()
     for title in ("Trial", *(one.metric for one in search.objectives)):
         table.add_column(title, justify="right")
     table.add_column("Hyperparameters", overflow="fold")
     for one in shown:
         values = flatten(one.hparams)
-        told = _joined(names, [format_number(values.get(name)) for name in names])
-        table.add_row(str(one.trial_id), *map(format_number, one.values), told)
+        told = _joined(names, [console.format_number(values.get(name)) for name in names])
+        table.add_row(str(one.trial_id), *map(console.format_number, one.values), told)
     output.print()
-    output.print(f"Pareto front: {num_trials_text(search.num_in_front)}", style="bold")
+    output.print(f"Pareto front: {console.num_trials_text(search.num_in_front)}", style="bold")
     output.print(table)
     if more := search.num_in_front - len(shown):
         output.print(f"and {more} more, see `--json`")
@@ -396,7 +388,7 @@ def print_leaderboard(experiment: "Experiment", output: "Console") -> None:
         output.print(why_no_best(experiment), style="yellow", soft_wrap=True)
         return
     best = trials[0]
-    value = format_number(best.best_metric)
+    value = console.format_number(best.best_metric)
     place = f"after {best.data.best_step} batches"
     if experiment.data.num_trials == 1:
         output.print(f"Best {experiment.metric}: {value} {place}", style="bold green")
@@ -409,7 +401,7 @@ def print_leaderboard(experiment: "Experiment", output: "Console") -> None:
     output.print()
     output.print(f"Best: trial {best.id}, {experiment.metric} {value} {place}", style="bold green")
     for name, hparam in sorted(flatten(best.hparams).items()):
-        output.print(f"  {name} = {format_number(hparam)}")
+        output.print(f"  {name} = {console.format_number(hparam)}")
 
 
 def why_no_best(experiment: "Experiment") -> str:
@@ -422,7 +414,7 @@ def why_no_best(experiment: "Experiment") -> str:
     summaries = [trial.reload().data.summary.get("validation", {}).get(metric) for trial in told]
     num_reports = sum(summary.count for summary in summaries if summary is not None)
     reports = "the only report" if num_reports == 1 else f"all {num_reports} reports"
-    of = "" if experiment.data.num_trials == 1 else f" of {num_trials_text(len(told))}"
+    of = "" if experiment.data.num_trials == 1 else f" of {console.num_trials_text(len(told))}"
     return f"The metric `{metric}` was NaN or infinite in {reports}{of}."
 
 
@@ -438,7 +430,7 @@ def leaderboard_table(trials: "Sequence[Trial]", metric: str) -> "Table":
     if names and not is_wide:
         titles = [*titles[:4], "Hyperparameters"]
         rows = [[*row[:4], _joined(names, row[4:])] for row in rows]
-    table = make_table()
+    table = console.make_table()
     for number, title in enumerate(titles):
         is_number = number < 4 or is_wide
         table.add_column(title, justify="right" if is_number else "left", overflow="fold")
@@ -449,9 +441,9 @@ def leaderboard_table(trials: "Sequence[Trial]", metric: str) -> "Table":
 
 def _leaderboard_row(place: int, trial: "Trial", names: list[str]) -> list[str]:
     values = flatten(trial.hparams)
-    result = [str(place), str(trial.id), format_number(trial.best_metric)]
-    result.append(format_number(trial.data.best_step))
-    return result + [format_number(values.get(name)) for name in names]
+    result = [str(place), str(trial.id), console.format_number(trial.best_metric)]
+    result.append(console.format_number(trial.data.best_step))
+    return result + [console.format_number(values.get(name)) for name in names]
 
 
 def _joined(names: list[str], values: list[str]) -> str:

@@ -11,17 +11,9 @@ import typer
 from paceline._base.progress_display import format_duration
 from paceline._base.terminal_text import join_colors, terminal_text
 from paceline._cluster.messages.states import ExperimentState
-from paceline.cli._console_output import (
-    console,
-    error_console,
-    exit_code,
-    format_moment,
-    lost_records_text,
-    print_json,
-    print_json_line,
-)
+from paceline.cli import _console_output as console
 from paceline.cli._event_feed import EventFeed, FeedLine
-from paceline.cli._options_and_errors import is_json
+from paceline.cli._options import is_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,10 +36,10 @@ def print_log_lines(
     show_trial: bool = False,
 ) -> None:
     """Print lines as they come."""
-    output = console()
+    output = console.stdout()
     for line in lines:
         if json:
-            print_json_line(line)
+            console.print_json_line(line)
         else:
             text = format_log_line(line, timestamps=timestamps, show_trial=show_trial)
             is_colored = line.level in _LEVEL_COLORS or line.colors
@@ -68,7 +60,7 @@ def format_log_line(line: "LogLine", *, timestamps: bool = False, show_trial: bo
     """Return a log line with the requested prefix: time, trial, rank."""
     prefix = ""
     if timestamps:
-        prefix += f"{format_moment(line.time)} "
+        prefix += f"{console.format_moment(line.time)} "
     if show_trial:
         prefix += f"[trial {line.trial_id}] "
     if line.rank is not None and line.rank > 0:
@@ -137,7 +129,7 @@ class ExperimentFollower:
         self._is_single = experiment.data.searcher == "single"
         self._level = None if self._options.all_logs or self._is_single else "WARNING"
         self._feed = EventFeed(experiment.data, is_from_now=self._options.is_from_now)
-        self._console: Console = error_console() if self._options.is_json else console()
+        self._console: Console = console.stderr() if self._options.is_json else console.stdout()
         self._trials: dict[int, Trial] = {}
         self._printed_logs: dict[int, int] = {}
         self._trials_with_errors: set[int] = set()
@@ -163,7 +155,7 @@ class ExperimentFollower:
             with self._display():
                 self._run()
         except KeyboardInterrupt:
-            error_console().print(
+            console.stderr().print(
                 f"Left experiment {experiment.id} running."
                 f" `paceline e logs {experiment.id} -f` follows it again,"
                 f" `paceline e cancel {experiment.id}` ends it.",
@@ -173,14 +165,14 @@ class ExperimentFollower:
             return _INTERRUPTED
         self._print_end()
         self._print_result()
-        return exit_code(experiment.data)
+        return console.exit_code(experiment.data)
 
     def _print_result(self) -> None:
         """Print the experiment as JSON if asked: its state at the end, and its best trial."""
         from paceline.cli._experiment_description import experiment_result
 
         if self._options.is_json:
-            print_json(experiment_result(self._client, self._experiment.reload()))
+            console.print_json(experiment_result(self._client, self._experiment.reload()))
 
     def _begin_now(self) -> None:
         """Connect first, so no later event is missed; then skip everything before."""
@@ -269,7 +261,7 @@ class ExperimentFollower:
         if data.error and not self._feed.has_told(data.error):
             self._console.print(data.error, style="red", soft_wrap=True)
         if data.num_records_lost:
-            lost = lost_records_text(data.num_records_lost)
+            lost = console.lost_records_text(data.num_records_lost)
             text = f"{lost}; `paceline e logs {data.id}` says which."
             self._console.print(text, style="bold red", soft_wrap=True)
         self._print_next()
@@ -288,7 +280,7 @@ class ExperimentFollower:
         lines = [f"look: paceline e describe {data.id}, or {page}"]
         # A script's own run goes on by the script.
         lines += [] if data.is_unmanaged else [f"{word}: {go_on}"]
-        error_console().print("\n".join(lines), soft_wrap=True)
+        console.stderr().print("\n".join(lines), soft_wrap=True)
 
     def _print(self, line: FeedLine) -> None:
         from rich.text import Text
@@ -376,8 +368,8 @@ class ExperimentFollower:
         now = time.monotonic()
         if is_connected:
             if self._is_told:
-                error_console().print("The master is back.")
+                console.stderr().print("The master is back.")
             self._last_contact, self._is_told = now, False
         elif not self._is_told and now - self._last_contact > _SILENCE_S:
             self._is_told = True
-            error_console().print("The master does not answer; waiting for it.", style="yellow")
+            console.stderr().print("The master does not answer; waiting for it.", style="yellow")

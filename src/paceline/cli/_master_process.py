@@ -13,7 +13,7 @@ import typer
 
 from paceline._base.files import NotRegularFileError, open_private, regular_opener
 from paceline._base.process_and_network import LOOPBACK, LOOPBACK_HOSTS, exit_code
-from paceline.cli._options_and_errors import CommandError
+from paceline.cli._errors import CommandError
 from paceline.client._http_session import (
     HOME_VARIABLE,
     MASTER_VARIABLE,

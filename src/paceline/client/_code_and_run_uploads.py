@@ -29,7 +29,7 @@ from paceline.client._http_session import ApiError, ContextError, MasterUnreacha
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
-    from paceline._cluster.messages.runner_messages import RunReply
+    from paceline._cluster.messages import runner_messages as messages
     from paceline.client._client import Client
 
 
@@ -306,7 +306,7 @@ class RunSync:
         self._sent: dict[JournalKey, int] = {}
         passing = (ApiError, MasterUnreachableError)
         self._files = FileShipping(self._run, self._send_file, passing)
-        self._last: RunReply | None = None
+        self._last: messages.RunReply | None = None
         self._last_at = 0.0
 
     @property
@@ -358,21 +358,23 @@ class RunSync:
                 )
 
     def _register(self) -> RunTail:
-        from paceline._cluster.messages.runner_messages import RunRegistration, RunReply
+        from paceline._cluster.messages import runner_messages as messages
 
-        body = RunRegistration(info=self._info, path=str(self._run.path))
+        body = messages.RunRegistration(info=self._info, path=str(self._run.path))
         response = self._session.send("PUT", self._url, content=msgspec.json.encode(body))
-        reply = msgspec.json.decode(response.content, type=RunReply)
+        reply = msgspec.json.decode(response.content, type=messages.RunReply)
         marks = {JournalKey(m.attempt, m.generation, m.rank): m.sequence for m in reply.marks}
         self._sent = dict(marks)
         self._tail = RunTail(self._run, marks)
         return self._tail
 
-    def _post(self, found: list[tuple[JournalKey, list[Entry]]], *, is_alive: bool) -> "RunReply":
-        from paceline._cluster.messages.runner_messages import RawRunBatch, RawRunRecords, RunReply
+    def _post(
+        self, found: list[tuple[JournalKey, list[Entry]]], *, is_alive: bool
+    ) -> "messages.RunReply":
+        from paceline._cluster.messages import runner_messages as messages
 
         batches = [
-            RawRunBatch(
+            messages.RawRunBatch(
                 key.attempt,
                 key.generation,
                 key.rank,
@@ -381,14 +383,14 @@ class RunSync:
             )
             for key, entries in found
         ]
-        body = RawRunRecords(
+        body = messages.RawRunRecords(
             batches=batches, is_alive=is_alive, moved=self._moved(), lease_s=self._lease_s
         )
         content = msgspec.json.encode(body)
         # Time before the request: the master may start the lease before its answer arrives.
         sent_at = time.monotonic()
         response = self._session.send("POST", f"{self._url}/records", content=content)
-        self._last = msgspec.json.decode(response.content, type=RunReply)
+        self._last = msgspec.json.decode(response.content, type=messages.RunReply)
         self._last_at = sent_at
         self._sent |= {key: entries[-1].sequence for key, entries in found if entries}
         return self._last
@@ -415,7 +417,7 @@ class RunSync:
                 raise LostFileError(f"is refused: {error.detail}") from error
             raise
 
-    def _kept_reply(self) -> "RunReply | None":
+    def _kept_reply(self) -> "messages.RunReply | None":
         """Return the last reply while the master needs no news of the run; None if due."""
         # The master must hear of the run well before its lease expires.
         if self._lease_s is None or time.monotonic() > self._last_at + self._lease_s / 3:
@@ -433,6 +435,6 @@ class RunSync:
         return moved_storage(self._run, self._info)
 
 
-def _lacks_records(reply: "RunReply", sent: list[tuple[JournalKey, list[Entry]]]) -> bool:
+def _lacks_records(reply: "messages.RunReply", sent: list[tuple[JournalKey, list[Entry]]]) -> bool:
     stored = {JournalKey(m.attempt, m.generation, m.rank): m.sequence for m in reply.marks}
     return any(entries[-1].sequence > stored.get(key, -1) for key, entries in sent if entries)

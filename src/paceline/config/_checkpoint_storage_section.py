@@ -17,15 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from paceline.config._fields_and_problems import (
-    AbsolutePath,
-    Age,
-    NonNegative,
-    NumBytes,
-    Section,
-    refused,
-    text_field,
-)
+from paceline.config import _fields_and_problems as fields
 from paceline.storage._storage_from_url import added_schemes, is_added_scheme, scheme_of
 
 if TYPE_CHECKING:
@@ -37,7 +29,7 @@ _CLOUD_SCHEMES = ("gcs", "abfs", "abfss", "azure")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 
 
-class CheckpointStorage(Section):
+class CheckpointStorage(fields.Section):
     """Checkpoints in the default location, and how many are kept.
 
     A checkpoint is kept if the rules on the best, the latest or the age keep it, and the bytes
@@ -47,20 +39,20 @@ class CheckpointStorage(Section):
     type: Literal["directory", "shared_fs", "s3", "url"] | None = Field(
         default=None, description="Kind of storage; null is the master's default location."
     )
-    save_experiment_best: NonNegative = Field(
+    save_experiment_best: fields.NonNegative = Field(
         default=0, description="Checkpoints kept as the best of the experiment."
     )
-    save_trial_best: NonNegative = Field(
+    save_trial_best: fields.NonNegative = Field(
         default=1, description="Checkpoints kept as the best of each trial."
     )
-    save_trial_latest: NonNegative = Field(
+    save_trial_latest: fields.NonNegative = Field(
         default=1, description="Checkpoints kept as the latest of each trial."
     )
-    save_age: Age | None = Field(
+    save_age: fields.Age | None = Field(
         default=None,
         description="Checkpoints kept as younger: seconds, or text such as `7d`; null is no rule.",
     )
-    save_bytes: NumBytes | None = Field(
+    save_bytes: fields.NumBytes | None = Field(
         default=None,
         description="Bytes of checkpoints kept at most, such as `500GB`; null is no limit.",
     )
@@ -78,14 +70,14 @@ def _read_location(value: str) -> str:
     elif parts.scheme == "file" and parts.netloc in ("", "localhost"):
         path = unquote(parts.path)
     elif parts.scheme in _CLOUD_SCHEMES:
-        raise refused(
+        raise fields.refused(
             f"is not offered yet for `{parts.scheme}://` URLs",
             "an absolute path or a file:// URL",
         )
     elif parts.scheme in ("", "file"):
         path = ""
     elif parts.scheme in added_schemes():
-        raise refused(
+        raise fields.refused(
             "must be a place in a file system",
             "an absolute path or a file:// URL",
             hint=f"checkpoint_storage: {value}",
@@ -93,7 +85,9 @@ def _read_location(value: str) -> str:
     else:
         raise _not_offered(parts.scheme)
     if not path.startswith("/") or "\0" in path:
-        raise refused("must be a place in a file system", "an absolute path or a file:// URL")
+        raise fields.refused(
+            "must be a place in a file system", "an absolute path or a file:// URL"
+        )
     return path
 
 
@@ -101,7 +95,7 @@ class DirectoryStorage(CheckpointStorage):
     """Checkpoints in a directory."""
 
     type: Literal["directory"] = Field(default="directory", description="Kind of storage.")
-    path: Annotated[str, text_field(_read_location)] = Field(
+    path: Annotated[str, fields.text_field(_read_location)] = Field(
         validation_alias=AliasChoices("path", "container_path"),
         description="Absolute path or file:// URL of the directory that holds the checkpoints.",
     )
@@ -116,7 +110,9 @@ class SharedFsStorage(CheckpointStorage):
     """Checkpoints in a file system mounted on all nodes at the same path."""
 
     type: Literal["shared_fs"] = Field(default="shared_fs", description="Kind of storage.")
-    host_path: AbsolutePath = Field(description="Absolute path where the file system is mounted.")
+    host_path: fields.AbsolutePath = Field(
+        description="Absolute path where the file system is mounted."
+    )
     storage_path: str | None = Field(
         default=None,
         description="Directory in it, relative to `host_path` or absolute under it.",
@@ -131,7 +127,7 @@ class SharedFsStorage(CheckpointStorage):
         top = posixpath.normpath(host_path)
         inside = posixpath.normpath(posixpath.join(top, value))
         if "\0" in value or not (inside == top or inside.startswith(top.rstrip("/") + "/")):
-            raise refused(
+            raise fields.refused(
                 "must not lead out of `checkpoint_storage.host_path`",
                 f"a relative path without `..`, or an absolute path under {host_path}",
             )
@@ -145,7 +141,9 @@ class SharedFsStorage(CheckpointStorage):
 
 def _read_bucket(value: str) -> str:
     if not _BUCKET.fullmatch(value):
-        raise refused("must be the name of a bucket", "3 to 63 letters, digits, dots and hyphens")
+        raise fields.refused(
+            "must be the name of a bucket", "3 to 63 letters, digits, dots and hyphens"
+        )
     return value
 
 
@@ -153,7 +151,9 @@ class S3Storage(CheckpointStorage):
     """Checkpoints in a bucket of S3, with credentials and server from the environment."""
 
     type: Literal["s3"] = Field(default="s3", description="Kind of storage.")
-    bucket: Annotated[str, text_field(_read_bucket)] = Field(description="Name of the bucket.")
+    bucket: Annotated[str, fields.text_field(_read_bucket)] = Field(
+        description="Name of the bucket."
+    )
     prefix: str | None = Field(
         default=None, description="What the keys of all checkpoints begin with."
     )
@@ -167,14 +167,14 @@ class S3Storage(CheckpointStorage):
 def _read_url(value: str) -> str:
     scheme = scheme_of(value)
     if not scheme:
-        raise refused("must be a URL", _offered_urls())
+        raise fields.refused("must be a URL", _offered_urls())
     if not is_added_scheme(value):
         raise _not_offered(scheme)
     return value
 
 
 def _not_offered(scheme: str) -> PydanticCustomError:
-    return refused(
+    return fields.refused(
         f"must have a scheme that is known, but no installed package offers {scheme}://",
         f"an absolute path or a URL ({_offered_urls()})",
         hint="install the package that offers it.",
@@ -189,7 +189,7 @@ class UrlStorage(CheckpointStorage):
     """Checkpoints in a storage named by URL, offered by Paceline or an installed package."""
 
     type: Literal["url"] = Field(default="url", description="Kind of storage.")
-    url: Annotated[str, text_field(_read_url)] = Field(description="URL of the storage.")
+    url: Annotated[str, fields.text_field(_read_url)] = Field(description="URL of the storage.")
 
     @property
     def root(self) -> str:

@@ -9,8 +9,8 @@ from urllib.parse import unquote
 
 from pydantic import Field, ValidationError
 
+from paceline.config import _fields_and_problems as fields
 from paceline.config._checkpoint_storage_section import storage_root
-from paceline.config._fields_and_problems import MISSING, ConfigError, Problem, Section, join_path
 from paceline.config._searcher_registry import searcher_sections
 from paceline.config._validate_config import json_schema, merge_configs, validate_config
 
@@ -22,14 +22,14 @@ _STORAGE = "checkpoint_storage"
 _Scalar = bool | int | float | str | None
 
 
-class Bounds(Section):
+class Bounds(fields.Section):
     """Least and greatest number that a field may have."""
 
     min: float | None = Field(default=None, description="The least.")
     max: float | None = Field(default=None, description="The greatest.")
 
 
-class ConfigPolicy(Section):
+class ConfigPolicy(fields.Section):
     """Conditions that configs of a project must meet. Fields are named by dotted paths."""
 
     required: list[str] = Field(default=[], description="Fields that must not be empty.")
@@ -79,8 +79,12 @@ def config_layers(rules: Iterable[Rule], template: str | None) -> list[Rule]:
     if template is not None and template not in [one.name for one in layers]:
         known = ", ".join(sorted({one.name for one in found if one.kind == "template"}))
         message = "must be a template of the project or of all projects"
-        raise ConfigError(
-            [Problem(path="template", value=template, message=message, allowed=known or "none")]
+        raise fields.ConfigError(
+            [
+                fields.Problem(
+                    path="template", value=template, message=message, allowed=known or "none"
+                )
+            ]
         )
     # A policy for all projects counts more than the project's own.
     fixed = [
@@ -109,28 +113,28 @@ def filled_fields(layers: Sequence[Rule], config: dict[str, Any]) -> dict[str, s
 
 def _leaves(data: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
-        path = join_path(start, str(key)) if start else str(key)
+        path = fields.join_path(start, str(key)) if start else str(key)
         if isinstance(value, dict) and value:
             yield from _leaves(value, path)
         else:
             yield path, value
 
 
-def policy_problems(rules: Iterable[Rule], config: Mapping[str, Any]) -> list[Problem]:
+def policy_problems(rules: Iterable[Rule], config: Mapping[str, Any]) -> list[fields.Problem]:
     """Return the conditions of policies that a resolved config does not meet."""
     return [
         problem for rule in rules if rule.kind == "policy" for problem in _problems_of(rule, config)
     ]
 
 
-def _problems_of(rule: Rule, config: Mapping[str, Any]) -> Iterator[Problem]:
+def _problems_of(rule: Rule, config: Mapping[str, Any]) -> Iterator[fields.Problem]:
     policy = ConfigPolicy.model_validate(rule.content)
     found: list[tuple[str, object, str]] = []
     for path in policy.required:
         value = _value_at(config, path)
         value = value.strip() if isinstance(value, str) else value
-        if value is MISSING or value in (None, "", [], {}):
-            found.append((path, MISSING, "must be given"))
+        if value is fields.MISSING or value in (None, "", [], {}):
+            found.append((path, fields.MISSING, "must be given"))
     for path, bounds in policy.limits.items():
         found += _outside(path, _value_at(config, path), bounds)
     for path, choices in policy.allowed.items():
@@ -140,13 +144,13 @@ def _problems_of(rule: Rule, config: Mapping[str, Any]) -> Iterator[Problem]:
         found += [
             (path, item, f"must be one of {told}")
             for item in (value if isinstance(value, list) else [value])
-            if item is not MISSING and not any(_is_like(item, one) for one in choices)
+            if item is not fields.MISSING and not any(_is_like(item, one) for one in choices)
         ]
     for path, value, wanted in _differences(config, _with_fixed(config, policy.fixed)):
         found.append((path, value, f"must be {_shown(wanted)}"))
     for path, value, message in found:
         message = f"{message} by {rule.told}"
-        yield Problem(path=path, value=value, message=message, hint=rule.hint)
+        yield fields.Problem(path=path, value=value, message=message, hint=rule.hint)
 
 
 def _outside(path: str, value: Any, bounds: Bounds) -> Iterator[tuple[str, object, str]]:
@@ -155,7 +159,7 @@ def _outside(path: str, value: Any, bounds: Bounds) -> Iterator[tuple[str, objec
         (bounds.min, "min", "at least", 1),
         (bounds.max, "max", "at most", -1),
     ):
-        if bound is None or value is MISSING:
+        if bound is None or value is fields.MISSING:
             continue
         number: Any = value.get(end) if isinstance(value, dict) else value
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
@@ -164,7 +168,7 @@ def _outside(path: str, value: Any, bounds: Bounds) -> Iterator[tuple[str, objec
 
 
 def _shown(value: object) -> str:
-    return Problem(path="", value=value, message="").value_text
+    return fields.Problem(path="", value=value, message="").value_text
 
 
 def _with_fixed(config: Mapping[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +177,7 @@ def _with_fixed(config: Mapping[str, Any], fixed: dict[str, Any]) -> dict[str, A
         return dict(config)
     try:
         return validate_config(merge_configs(dict(config), fixed)).to_json()
-    except ConfigError:
+    except fields.ConfigError:
         return merge_configs(dict(config), fixed)
 
 
@@ -181,7 +185,7 @@ def _differences(
     given: Mapping[str, Any], wanted: Mapping[str, Any], start: str = ""
 ) -> Iterator[tuple[str, object, object]]:
     for key, value in wanted.items():
-        path, own = join_path(start, key), given.get(key, MISSING)
+        path, own = fields.join_path(start, key), given.get(key, fields.MISSING)
         if isinstance(value, dict) and isinstance(own, dict):
             yield from _differences(own, value, path)
         elif own != value:
@@ -196,7 +200,7 @@ def _value_at(config: Mapping[str, Any], path: str) -> Any:
             # A section that is not given has none of its fields.
             return None
         if not isinstance(value, dict) or name not in value:
-            return MISSING
+            return fields.MISSING
         value = value[name]
     return _MEANT.get(path) if value is None else value
 
@@ -229,19 +233,19 @@ def check_template(content: dict[str, Any]) -> None:
         names = list(searcher_sections())
     found = [_partial_problems(content, one) for one in names]
     if fewest := min(found, key=len):
-        raise ConfigError(fewest)
+        raise fields.ConfigError(fewest)
 
 
-def _partial_problems(content: dict[str, Any], searcher: str) -> list[Problem]:
+def _partial_problems(content: dict[str, Any], searcher: str) -> list[fields.Problem]:
     whole = {"name": searcher, "metric": "m", "max_length": {"batches": 1}}
     try:
         validate_config(merge_configs({"entrypoint": "-", "searcher": whole}, content))
-    except ConfigError as error:
+    except fields.ConfigError as error:
         own = dict(_leaves(content))
         return [
             one
             for one in error.problems
-            if one.value is not MISSING
+            if one.value is not fields.MISSING
             and not (one.path == "searcher.max_length" and one.path not in own)
         ]
     return []
@@ -252,8 +256,8 @@ def _refuse_secrets(content: Mapping[str, Any]) -> None:
     secrets = environment.get("secrets") if isinstance(environment, dict) else None
     if secrets:
         message, hint = "must not be in what all of a project read", "each config names its own."
-        raise ConfigError(
-            [Problem(path="environment.secrets", value="***", message=message, hint=hint)]
+        raise fields.ConfigError(
+            [fields.Problem(path="environment.secrets", value="***", message=message, hint=hint)]
         )
 
 
@@ -266,9 +270,9 @@ def check_policy(content: dict[str, Any]) -> None:
     try:
         policy = ConfigPolicy.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(
-            Problem(
-                path=join_path(*one["loc"]),
+        raise fields.ConfigError(
+            fields.Problem(
+                path=fields.join_path(*one["loc"]),
                 value=one["input"],
                 message=f"is not valid: {one['msg']}",
                 allowed=", ".join(ConfigPolicy.model_fields),
@@ -282,23 +286,23 @@ def check_policy(content: dict[str, Any]) -> None:
         *(_path_problem("allowed", path) for path in policy.allowed),
     ]
     if found := [one for one in problems if one is not None]:
-        raise ConfigError(found)
+        raise fields.ConfigError(found)
 
 
-def _path_problem(rule: str, path: str, bounds: Bounds | None = None) -> Problem | None:
+def _path_problem(rule: str, path: str, bounds: Bounds | None = None) -> fields.Problem | None:
     schemas = _schemas_at(path)
     if not schemas or path.startswith("environment.secrets"):
         message = "must name fields of experiment configs"
-        return Problem(path=rule, value=path, message=message, allowed="dotted paths")
+        return fields.Problem(path=rule, value=path, message=message, allowed="dotted paths")
     if bounds is None:
         return None
     kinds = {str(one.get("type")) for one in schemas}
     is_range = any({"min", "max"} <= one.get("properties", {}).keys() for one in schemas)
     if not (is_range or kinds & {"integer", "number"}) or path.startswith("hyperparameters."):
-        return Problem(path=rule, value=path, message="must name fields with a number")
+        return fields.Problem(path=rule, value=path, message="must name fields with a number")
     if bounds.min is None and bounds.max is None:
         message = "must have `min` or `max`"
-        return Problem(path=join_path(rule, path), value={}, message=message)
+        return fields.Problem(path=fields.join_path(rule, path), value={}, message=message)
     return None
 
 

@@ -19,19 +19,7 @@ from pydantic import (
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from paceline.config._fields_and_problems import (
-    MISSING,
-    AbsolutePath,
-    Age,
-    ConfigError,
-    Problem,
-    Section,
-    Text,
-    join_path,
-    refused,
-    refused_parts,
-    text_field,
-)
+from paceline.config import _fields_and_problems as fields
 from paceline.config._read_yaml import compose_yaml
 
 HIDDEN = "***"
@@ -104,8 +92,8 @@ def reveal_secrets(
             if value == HIDDEN and (field in _SECRETS or is_secret(name, known.get(name)))
         }
         problems += [
-            Problem(
-                path=join_path("environment", field, name),
+            fields.Problem(
+                path=fields.join_path("environment", field, name),
                 value=HIDDEN,
                 message="must have its value",
                 hint="`***` stands for a value that is not shown; fork or continue the experiment"
@@ -115,7 +103,7 @@ def reveal_secrets(
         ]
         environment[field] = values | {name: known[name] for name in taken & known.keys()}
     if problems:
-        raise ConfigError(problems)
+        raise fields.ConfigError(problems)
     return {**config, "environment": environment}
 
 
@@ -146,10 +134,10 @@ def fill_secrets(data: dict[str, Any], variables: Mapping[str, str]) -> dict[str
         return data
     missing = [name for name in named if name not in variables]
     if missing:
-        raise ConfigError(
-            Problem(
-                path=join_path("environment", "secrets", str(name)),
-                value=MISSING,
+        raise fields.ConfigError(
+            fields.Problem(
+                path=fields.join_path("environment", "secrets", str(name)),
+                value=fields.MISSING,
                 message="must be a variable of your environment, as the config gives no value",
                 hint=f"`export {name}=...` before you submit.",
             )
@@ -170,7 +158,7 @@ def hide_in_text(text: str, values: Iterable[str] = ()) -> str | None:
     """
     try:
         root = compose_yaml(text)
-    except ConfigError:
+    except fields.ConfigError:
         return None
     shown, end = [], 0
     # An aliased node stands there twice: spans within hidden ones are skipped.
@@ -255,7 +243,7 @@ _DEVICES = ("cpu", "cuda", "rocm")
 def _check_python(value: str) -> str:
     is_command = value.strip() == value != "" and "/" not in value
     if "\0" in value or not (is_command or value.startswith("/")):
-        raise refused(
+        raise fields.refused(
             "must be an interpreter that does not depend on a directory",
             "an absolute path, or a command name such as `python3.11`",
         )
@@ -264,14 +252,14 @@ def _check_python(value: str) -> str:
 
 def _check_prefix(value: list[str]) -> list[str]:
     problems = [
-        Problem(path=f"[{index}]", value=item, message="must not have a null character")
+        fields.Problem(path=f"[{index}]", value=item, message="must not have a null character")
         for index, item in enumerate(value)
         if "\0" in item
     ]
     if problems:
-        raise refused_parts(problems)
+        raise fields.refused_parts(problems)
     if value and not value[0].strip():
-        raise refused("must name a program first", "a list such as [nice, -n, '10']")
+        raise fields.refused("must name a program first", "a list such as [nice, -n, '10']")
     return value
 
 
@@ -283,64 +271,68 @@ def _read_secrets(value: Any) -> Any:
         found = (error.context or {}).get("problems", ())
         problems = [replace(problem, value=HIDDEN) for problem in found]
         message, allowed = "must be a map or a list", "a map NAME: value, or a list of NAME=value"
-        whole = Problem(path="", value=HIDDEN, message=message, allowed=allowed)
+        whole = fields.Problem(path="", value=HIDDEN, message=message, allowed=allowed)
         # The cause would show the values.
-        raise refused_parts(problems or [whole]) from None
+        raise fields.refused_parts(problems or [whole]) from None
 
 
 def _read_variables(value: Any) -> Any:
     if not isinstance(value, list | dict):
-        raise refused("must be a map or a list", "a map NAME: value, or a list of NAME=value")
-    problems: list[Problem] = []
+        raise fields.refused(
+            "must be a map or a list", "a map NAME: value, or a list of NAME=value"
+        )
+    problems: list[fields.Problem] = []
     variables: dict[str, str] = {}
     for path, name, text in _variable_items(value, problems):
         problem = _variable_problem(path, name, text)
         if problem is None and name in variables:
-            problem = Problem(path=path, value=text, message=f"must not give `{name}` twice")
+            problem = fields.Problem(path=path, value=text, message=f"must not give `{name}` twice")
         if problem is not None:
             problems.append(problem)
         else:
             variables[name] = text
     if problems:
-        raise refused_parts(problems)
+        raise fields.refused_parts(problems)
     return variables
 
 
 def _variable_items(
-    value: list[Any] | dict[Any, Any], problems: list[Problem]
+    value: list[Any] | dict[Any, Any], problems: list[fields.Problem]
 ) -> list[tuple[str, Any, Any]]:
     if isinstance(value, dict):
-        return [(join_path(str(name)), name, text) for name, text in value.items()]
+        return [(fields.join_path(str(name)), name, text) for name, text in value.items()]
     items: list[tuple[str, Any, Any]] = []
     for index, entry in enumerate(value):
-        path = join_path(index)
+        path = fields.join_path(index)
         if isinstance(entry, str) and "=" in entry:
             name, _, text = entry.partition("=")
             items.append((path, name, text))
         else:
             message = "must give a variable and its value"
             problems.append(
-                Problem(path=path, value=entry, message=message, allowed="a string NAME=value")
+                fields.Problem(
+                    path=path, value=entry, message=message, allowed="a string NAME=value"
+                )
             )
     return items
 
 
-def _variable_problem(path: str, name: Any, text: Any) -> Problem | None:
+def _variable_problem(path: str, name: Any, text: Any) -> fields.Problem | None:
     if not isinstance(name, str) or not _VARIABLE_NAME.match(name):
         message, allowed = "must be named as a variable", "letters, digits and _, no digit first"
-        return Problem(path=path, value=name, message=message, allowed=allowed)
+        return fields.Problem(path=path, value=name, message=message, allowed=allowed)
     if name in _DEVICES and isinstance(text, dict | list):
         message, hint = (
             "must be a string: variables are not divided by kinds of devices",
             f"move the variables of {name!r} one level up.",
         )
-        return Problem(path=path, value=text, message=message, allowed="a string", hint=hint)
+        return fields.Problem(path=path, value=text, message=message, allowed="a string", hint=hint)
     if not isinstance(text, str) or "\0" in text:
         message, hint = "must be a string", "put the value in quotes."
-        return Problem(path=path, value=text, message=message, allowed="a string", hint=hint)
+        return fields.Problem(path=path, value=text, message=message, allowed="a string", hint=hint)
     if name == _OWN_VARIABLE:
         message = "is set by Paceline itself and must be left out"
-        return Problem(path=path, value=text, message=message)
+        return fields.Problem(path=path, value=text, message=message)
     return None
 
 
@@ -360,10 +352,10 @@ _SECRETS_SCHEMA = {
 }
 
 
-class Environment(Section):
+class Environment(fields.Section):
     """Environment of the entrypoint: interpreter, variables and secrets."""
 
-    python: Annotated[str, text_field(_check_python)] | None = Field(
+    python: Annotated[str, fields.text_field(_check_python)] | None = Field(
         default=None,
         description="Interpreter that comes first on PATH: an absolute path or a command name; "
         "null is the master's own.",
@@ -387,7 +379,7 @@ class Environment(Section):
         description="Environment variables that are never shown; one without a value is taken from"
         " the environment of whoever submits.",
     )
-    working_dir: AbsolutePath | None = Field(
+    working_dir: fields.AbsolutePath | None = Field(
         default=None,
         description="Absolute path to run in; null is a private copy of the submitted directory.",
     )
@@ -412,7 +404,9 @@ class Environment(Section):
                 ("prefix", "which may lead to another file system"),
             ):
                 if info.data.get(name):
-                    raise refused(f"must not be given with `environment.{name}`, {why}", "false")
+                    raise fields.refused(
+                        f"must not be given with `environment.{name}`, {why}", "false"
+                    )
         return value
 
     @field_validator("secrets")
@@ -421,8 +415,8 @@ class Environment(Section):
         twice = sorted(value.keys() & info.data.get("variables", {}).keys())
         if twice:
             message = "must not be given in `environment.variables` as well"
-            raise refused_parts(
-                [Problem(path=name, value=HIDDEN, message=message) for name in twice]
+            raise fields.refused_parts(
+                [fields.Problem(path=name, value=HIDDEN, message=message) for name in twice]
             )
         return value
 
@@ -433,11 +427,11 @@ _Limit = Annotated[float, Field(allow_inf_nan=False)]
 _MAX_THRESHOLDS = 20
 
 
-class Threshold(Section):
+class Threshold(fields.Section):
     """Limit on a metric; the first value of each trial beyond the limit gives a message."""
 
-    metric: Text = Field(description="Name of the metric.")
-    group: Text | None = Field(
+    metric: fields.Text = Field(description="Name of the metric.")
+    group: fields.Text | None = Field(
         default=None, description="Group of the metric, such as `validation`; null is any group."
     )
     above: _Limit | None = Field(default=None, description="Largest value without a message.")
@@ -446,14 +440,14 @@ class Threshold(Section):
     @model_validator(mode="after")
     def _check_limit(self) -> "Threshold":
         if (self.above is None) == (self.below is None):
-            raise refused("must have one limit", "`above` or `below`")
+            raise fields.refused("must have one limit", "`above` or `below`")
         return self
 
 
-class Notify(Section):
+class Notify(fields.Section):
     """Choice of messages about experiments, and of their channels."""
 
-    to: list[Text] = Field(
+    to: list[fields.Text] = Field(
         default=[], description="Channels of the master, by their names in its `notify.yaml`."
     )
     events: list[Topic] = Field(
@@ -466,11 +460,11 @@ class Notify(Section):
     thresholds: Annotated[list[Threshold], Field(max_length=_MAX_THRESHOLDS)] = Field(
         default=[], description="Limits on metrics; each trial gives one message for each limit."
     )
-    silent_after: Age | None = Field(
+    silent_after: fields.Age | None = Field(
         default=None,
         description="Time without a report from a running trial, after which there is a message.",
     )
-    gpu_idle_after: Age | None = Field(
+    gpu_idle_after: fields.Age | None = Field(
         default=None,
         description="Time with all GPUs of a node below 5 %, after which there is a message; needs"
         " the system metrics of `core_context.profiler`.",
@@ -482,5 +476,5 @@ class Notify(Section):
         # A resolved config names the default events even without a channel.
         default = cls.model_fields[str(info.field_name)].default
         if value != default and not info.data.get("to", True):
-            raise refused("has no effect without a channel", hint="name one by `notify.to`.")
+            raise fields.refused("has no effect without a channel", hint="name one by `notify.to`.")
         return value

@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic.json_schema import WithJsonSchema
 
+from paceline.config import _fields_and_problems as fields
 from paceline.config._entrypoint_command import (
     check_entrypoint,
     default_name_by_entrypoint,
@@ -24,25 +25,6 @@ from paceline.config._entrypoint_command import (
     trial_class,
 )
 from paceline.config._environment_and_secrets import Environment, Notify
-from paceline.config._fields_and_problems import (
-    CONTINUOUS,
-    UNITS,
-    Age,
-    CheckpointPeriod,
-    Count,
-    JsonMap,
-    NonNegative,
-    NumBytes,
-    Optimizations,
-    Period,
-    PositiveSeconds,
-    Problem,
-    Section,
-    Text,
-    refused,
-    refused_parts,
-    without_effect,
-)
 from paceline.config._searcher_registry import AnySearcher, on_new_methods
 
 if TYPE_CHECKING:
@@ -51,24 +33,24 @@ from paceline.config._checkpoint_storage_section import AnyStorage
 from paceline.config._searcher_section import check_hyperparameter_space
 
 
-class SlotRange(Section):
+class SlotRange(fields.Section):
     """How many slots an elastic trial may run on; each of its attempts gets as many as are free."""
 
-    min: Count = Field(description="The fewest slots that a trial can run on.")
-    max: Count = Field(description="The most slots that a trial can use.")
+    min: fields.Count = Field(description="The fewest slots that a trial can run on.")
+    max: fields.Count = Field(description="The most slots that a trial can use.")
 
     @field_validator("max")
     @classmethod
     def _check_max(cls, value: int, info: ValidationInfo) -> int:
         least = info.data.get("min")
         if least is not None and value < least:
-            raise refused("must be at least `min`", f"an integer >= {least}")
+            raise fields.refused("must be at least `min`", f"an integer >= {least}")
         return value
 
 
 def _check_slots(value: Any) -> Any:
     if value == 0 and not isinstance(value, bool):
-        raise refused(
+        raise fields.refused(
             "must be at least 1",
             "an integer >= 1",
             hint="leave it out; without GPUs, a slot is a core of the CPU.",
@@ -80,18 +62,18 @@ def _slot_kind(value: Any) -> str:
     return "range" if isinstance(value, (dict, SlotRange)) else "number"
 
 
-class Resources(Section):
+class Resources(fields.Section):
     """How many slots trials and the experiment may hold."""
 
     slots_per_trial: Annotated[
-        Annotated[Count, Tag("number")] | Annotated[SlotRange, Tag("range")],
+        Annotated[fields.Count, Tag("number")] | Annotated[SlotRange, Tag("range")],
         Discriminator(_slot_kind),
         BeforeValidator(_check_slots),
     ] = Field(
         default=1,
         description="Slots that each trial runs on, or the fewest and the most as `min` and `max`.",
     )
-    max_slots: Count | None = Field(
+    max_slots: fields.Count | None = Field(
         default=None,
         description="Slots that all trials of the experiment may hold at once; null is no limit.",
     )
@@ -120,7 +102,7 @@ class Resources(Section):
         description="Whether somebody works with the trials while they run; pools may put such "
         "trials first in some hours.",
     )
-    start_timeout: PositiveSeconds = Field(
+    start_timeout: fields.PositiveSeconds = Field(
         default=300.0,
         description="Seconds in which all nodes of a trial must have begun; otherwise it gives its "
         "slots back and is tried again later.",
@@ -144,14 +126,14 @@ class Resources(Section):
         per_trial = info.data.get("slots_per_trial")
         least = per_trial.min if isinstance(per_trial, SlotRange) else per_trial
         if value is not None and least is not None and value < least:
-            raise refused(
+            raise fields.refused(
                 "must be at least `resources.slots_per_trial`, or no trial could ever start",
                 f"an integer >= {least}",
             )
         return value
 
 
-class LogPolicy(Section):
+class LogPolicy(fields.Section):
     """What follows if a line of a trial's output has a text; `*` in it is any text.
 
     Parts are looked for one after the other, so that no pattern takes longer than to read the line.
@@ -176,17 +158,17 @@ class LogPolicy(Section):
         return True
 
 
-class Idle(Section):
+class Idle(fields.Section):
     """Limits on trials that hold slots without use, or report nothing."""
 
-    silent_after: Age | None = Field(
+    silent_after: fields.Age | None = Field(
         default=None, description="Time without a report of a trial, after which there is an alert."
     )
-    unused_after: Age | None = Field(
+    unused_after: fields.Age | None = Field(
         default=None,
         description="Time without use of the slots by a trial, after which there is an alert.",
     )
-    pause_after: Age | None = Field(
+    pause_after: fields.Age | None = Field(
         default=None,
         description="Time after the alert, after which the experiment is paused; null is never.",
     )
@@ -195,23 +177,23 @@ class Idle(Section):
     def _check_pause(self) -> "Idle":
         if self.pause_after and not (self.silent_after or self.unused_after):
             hint = "give `idle.unused_after` or `idle.silent_after`."
-            raise refused("`pause_after` has no effect without an alert", hint=hint)
+            raise fields.refused("`pause_after` has no effect without an alert", hint=hint)
         return self
 
 
-class Interactive(Section):
+class Interactive(fields.Section):
     """Mark of a JupyterLab, a shell or a TensorBoard on slots; `paceline notebook` makes one."""
 
     kind: Literal["notebook", "shell", "tensorboard"] = Field(
         description="What runs: its owner opens it with `paceline open`."
     )
-    idle_timeout: Age = Field(
+    idle_timeout: fields.Age = Field(
         default=3600.0,
         description="Time without use, after which it ends; its slots are free then.",
     )
 
 
-class Reproducibility(Section):
+class Reproducibility(fields.Section):
     """Settings repeated exactly when a search is run again."""
 
     experiment_seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
@@ -221,14 +203,16 @@ class Reproducibility(Section):
     )
 
 
-class Profiling(Section):
+class Profiling(fields.Section):
     """Profiled part of the training."""
 
     enabled: bool = Field(
         default=False, description="Record the times of the parts of each step on each rank."
     )
-    begin_on_batch: NonNegative = Field(default=0, description="First batch that is profiled.")
-    end_after_batch: NonNegative | None = Field(
+    begin_on_batch: fields.NonNegative = Field(
+        default=0, description="First batch that is profiled."
+    )
+    end_after_batch: fields.NonNegative | None = Field(
         default=None, description="Last batch that is profiled; null is the end of the training."
     )
     sync_timings: bool = Field(
@@ -241,7 +225,7 @@ class Profiling(Section):
     def _check_end(cls, value: int | None, info: ValidationInfo) -> int | None:
         begin = info.data.get("begin_on_batch")
         if value is not None and begin is not None and value < begin:
-            raise refused(
+            raise fields.refused(
                 "must not lie before `profiling.begin_on_batch`", f"an integer >= {begin}"
             )
         return value
@@ -255,16 +239,16 @@ _ENTRYPOINT_SCHEMA = {
 }
 
 
-class ExperimentConfig(Section):
+class ExperimentConfig(fields.Section):
     """Complete configuration of an experiment, apart from its code."""
 
-    name: Text = Field(
+    name: fields.Text = Field(
         default="experiment",
         description="Name of the experiment; the default is the entrypoint's script.",
     )
     description: str = Field(default="", description="Free text.")
-    labels: list[Text] = Field(default=[], description="Labels to find the experiment by.")
-    data: JsonMap = Field(
+    labels: list[fields.Text] = Field(default=[], description="Labels to find the experiment by.")
+    data: fields.JsonMap = Field(
         default={}, description="Free-form map that the training code can read as `user_data`."
     )
     searcher: AnySearcher = Field(description="How trials are chosen and stopped.")
@@ -279,7 +263,7 @@ class ExperimentConfig(Section):
         "`${hparams.name}` is filled in; or a trial class as `module:Class`.",
     )
     resources: Resources = Field(default=Resources(), description="Slots to run on.")
-    max_restarts: NonNegative = Field(
+    max_restarts: fields.NonNegative = Field(
         default=5, description="How often a trial that fails is started again."
     )
     checkpoint_policy: Literal["best", "all", "none"] = Field(
@@ -309,38 +293,40 @@ class ExperimentConfig(Section):
     interactive: Interactive | None = Field(
         default=None, description="For a notebook, a shell or a TensorBoard; null for training."
     )
-    preemption_timeout: PositiveSeconds = Field(
+    preemption_timeout: fields.PositiveSeconds = Field(
         default=600.0, description="Seconds that a preempted trial may take to save and end."
     )
     debug: bool = Field(default=False, description="Log in detail.")
-    min_validation_period: Period | None = Field(
+    min_validation_period: fields.Period | None = Field(
         default=None, description="When a trainer validates; an integer counts batches, 0 is never."
     )
-    min_checkpoint_period: CheckpointPeriod | None = Field(
+    min_checkpoint_period: fields.CheckpointPeriod | None = Field(
         default=None,
         description="When a trainer stores a checkpoint; an integer counts batches, 0 is never, "
         "`continuous` begins the next one when the last one is stored.",
     )
-    checkpoint_bytes_per_hour: NumBytes | None = Field(
+    checkpoint_bytes_per_hour: fields.NumBytes | None = Field(
         default=None,
         description="How many bytes of continuous checkpoints a trial stores in an hour at most; "
         "null is no limit.",
     )
-    memory_checkpoints: bool | PositiveSeconds | None = Field(
+    memory_checkpoints: bool | fields.PositiveSeconds | None = Field(
         default=None,
         description="Whether a trainer copies its state to shared memory between checkpoints: "
         "true, seconds, or a share of the time below 1.",
     )
-    scheduling_unit: Count | None = Field(
+    scheduling_unit: fields.Count | None = Field(
         default=None, description="Batches between a trainer's reports of training metrics."
     )
     perform_initial_validation: bool = Field(
         default=False, description="Whether a trainer validates before the first batch."
     )
-    optimizations: Optimizations = Field(
-        default=Optimizations(), description="How a trainer aggregates gradients."
+    optimizations: fields.Optimizations = Field(
+        default=fields.Optimizations(), description="How a trainer aggregates gradients."
     )
-    records_per_epoch: NonNegative | None = without_effect("the data set tells its own length")
+    records_per_epoch: fields.NonNegative | None = fields.without_effect(
+        "the data set tells its own length"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -360,7 +346,7 @@ class ExperimentConfig(Section):
         space = info.data.get("hyperparameters")
         problems = reference_problems(value, space) if space is not None else []
         if problems:
-            raise refused_parts(problems)
+            raise fields.refused_parts(problems)
         return value
 
     @field_validator("entrypoint")
@@ -369,8 +355,8 @@ class ExperimentConfig(Section):
         searcher = info.data.get("searcher")
         if searcher is None or trial_class(value) is None:
             return value
-        if searcher.length_unit not in UNITS:
-            raise refused(
+        if searcher.length_unit not in fields.UNITS:
+            raise fields.refused(
                 "in the form `module:Class` needs a searcher that tells how long to train",
                 hint="give `searcher.max_length`, for example {epochs: 8}.",
             )
@@ -381,7 +367,7 @@ class ExperimentConfig(Section):
         if self.interactive is None:
             return self
         problems = [
-            Problem(path=path, value=value, message=f"must be {wanted} with `interactive`")
+            fields.Problem(path=path, value=value, message=f"must be {wanted} with `interactive`")
             for path, value, wanted, is_right in (
                 ("searcher.name", self.searcher.name, "`single`", self.searcher.name == "single"),
                 ("max_restarts", self.max_restarts, "0", self.max_restarts == 0),
@@ -389,7 +375,7 @@ class ExperimentConfig(Section):
             if not is_right
         ]
         if problems:
-            raise refused_parts(problems)
+            raise fields.refused_parts(problems)
         return self
 
     @property
@@ -402,7 +388,7 @@ class ExperimentConfig(Section):
             )
         if getattr(self.searcher, "stop_once", None) is not None:
             found.append("`searcher.stop_once` has no effect: a stopped trial never continues.")
-        if self.checkpoint_bytes_per_hour and self.min_checkpoint_period != CONTINUOUS:
+        if self.checkpoint_bytes_per_hour and self.min_checkpoint_period != fields.CONTINUOUS:
             found.append(
                 "`checkpoint_bytes_per_hour` has no effect without `min_checkpoint_period:"
                 " continuous`."
@@ -419,7 +405,7 @@ class ExperimentConfig(Section):
         """Whether checkpoints not kept are deleted before the experiment has ended."""
         storage = self.checkpoint_storage
         has_rule = storage is not None and (storage.save_age or storage.save_bytes)
-        return bool(has_rule) or self.min_checkpoint_period == CONTINUOUS
+        return bool(has_rule) or self.min_checkpoint_period == fields.CONTINUOUS
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration.

@@ -18,16 +18,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from paceline.config._fields_and_problems import (
-    Count,
-    MaxLength,
-    NonNegative,
-    Text,
-    given_schema,
-    refused,
-    split_length,
-    without_effect,
-)
+from paceline.config import _fields_and_problems as fields
 from paceline.config._searcher_section import AnySampler, Searcher, sampler_field, searcher_schema
 
 if TYPE_CHECKING:
@@ -59,7 +50,7 @@ class MissingSearcher(Searcher):
 class _WholeTrials(Searcher):
     can_reopen = True
 
-    max_length: MaxLength | None = Field(
+    max_length: fields.MaxLength | None = Field(
         default=None,
         description="Length of the operation that a trial gets; an integer counts batches.",
     )
@@ -67,13 +58,13 @@ class _WholeTrials(Searcher):
     @property
     def length(self) -> int | None:
         """Return the maximum training length of a trial, None if not configured."""
-        parts = split_length(self.max_length)
+        parts = fields.split_length(self.max_length)
         return parts[1] if parts else None
 
     @property
     def length_unit(self) -> str | None:
         """Return the unit of `length`."""
-        parts = split_length(self.max_length)
+        parts = fields.split_length(self.max_length)
         return parts[0] if parts else None
 
 
@@ -95,8 +86,8 @@ class RandomSearcher(_WholeTrials):
     takes_objectives = True
 
     name: Literal["random"] = Field(default="random", description="Search method.")
-    max_trials: Count = Field(description="Trials that the search creates.")
-    max_concurrent_trials: NonNegative = Field(
+    max_trials: fields.Count = Field(description="Trials that the search creates.")
+    max_concurrent_trials: fields.NonNegative = Field(
         default=16, description="Trials that run at once; 0 is no limit."
     )
 
@@ -115,7 +106,7 @@ class GridSearcher(_WholeTrials):
     takes_objectives = True
 
     name: Literal["grid"] = Field(default="grid", description="Search method.")
-    max_concurrent_trials: NonNegative = Field(
+    max_concurrent_trials: fields.NonNegative = Field(
         default=16, description="Trials that run at once; 0 is no limit."
     )
 
@@ -131,7 +122,10 @@ def _halving_schema(schema: dict[str, Any], section: type["Searcher"]) -> None:
     # Required fields unless the length replaces them: a default of null would make them optional.
     for name in ("time_metric", "max_time"):
         schema["properties"][name].pop("default", None)
-    schema["oneOf"] = [given_schema("time_metric", "max_time"), given_schema("max_length")]
+    schema["oneOf"] = [
+        fields.given_schema("time_metric", "max_time"),
+        fields.given_schema("max_length"),
+    ]
 
 
 class _Timed(Searcher):
@@ -139,24 +133,24 @@ class _Timed(Searcher):
     wants_reports = True
     takes_objectives = True
 
-    max_trials: Count = Field(description="Trials that the search creates.")
-    max_length: MaxLength | None = Field(
+    max_trials: fields.Count = Field(description="Trials that the search creates.")
+    max_length: fields.MaxLength | None = Field(
         default=None,
         exclude=True,
         description="Shorter form of the next two: `{epochs: 8}` is time metric `epochs` and "
         "maximum 8; an integer counts batches.",
     )
-    time_metric: Text = Field(
+    time_metric: fields.Text = Field(
         default=None,
         validate_default=True,
         description="Key of every validation report that tells how long the trial has trained.",
     )
-    max_time: Count = Field(
+    max_time: fields.Count = Field(
         default=None,
         validate_default=True,
         description="Time, in units of the time metric, that the best trials train to.",
     )
-    max_concurrent_trials: NonNegative = Field(
+    max_concurrent_trials: fields.NonNegative = Field(
         default=16, description="Trials that run at once; 0 derives it from the rungs."
     )
 
@@ -167,7 +161,7 @@ class _Timed(Searcher):
             return data
         if data.get("time_metric") is not None or data.get("max_time") is not None:
             return data
-        parts = split_length(data.get("max_length"))
+        parts = fields.split_length(data.get("max_length"))
         if parts is None:
             return data
         rest = {key: value for key, value in data.items() if key != "max_length"}
@@ -178,7 +172,7 @@ class _Timed(Searcher):
     def _check_one_form(cls, value: Any) -> Any:
         # A length that stands alone has been expanded before, so this one has company.
         if value is not None:
-            raise refused(
+            raise fields.refused(
                 "must not be given together with `searcher.time_metric` or `searcher.max_time`",
                 hint="keep one of the two forms.",
             )
@@ -193,7 +187,7 @@ class _Timed(Searcher):
         if "max_length" not in info.data:
             # The error about the length says enough; this value goes nowhere.
             return "batches" if is_name else 1
-        raise refused(
+        raise fields.refused(
             f"is required together with `searcher.{'max_time' if is_name else 'time_metric'}`",
             "the name of a number in every validation report" if is_name else "an integer >= 1",
             hint="or give `searcher.max_length` instead of both, for example {epochs: 8}.",
@@ -221,7 +215,7 @@ class _Halving(_Timed):
     divisor: float = Field(
         default=4.0, gt=1, allow_inf_nan=False, description="One of so many trials passes a rung."
     )
-    stop_once: bool | None = without_effect("a stopped trial never continues")
+    stop_once: bool | None = fields.without_effect("a stopped trial never continues")
 
     def _common(self) -> dict[str, Any]:
         """Return the fields of all these methods' configurations."""
@@ -248,7 +242,9 @@ class AsyncHalvingSearcher(_AsyncHalving):
     """Trials stopped early at the rungs of a single bracket."""
 
     name: Literal["async_halving"] = Field(default="async_halving", description="Search method.")
-    num_rungs: Count = Field(description="Rungs, each `divisor` times as long as the one before.")
+    num_rungs: fields.Count = Field(
+        description="Rungs, each `divisor` times as long as the one before."
+    )
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
@@ -264,8 +260,8 @@ class AdaptiveAshaSearcher(_AsyncHalving):
     mode: Literal["standard", "conservative", "aggressive"] = Field(
         default="standard", description="How early trials are stopped."
     )
-    max_rungs: Count = Field(default=5, description="Most rungs of a bracket.")
-    bracket_rungs: list[Count] = Field(
+    max_rungs: fields.Count = Field(default=5, description="Most rungs of a bracket.")
+    bracket_rungs: list[fields.Count] = Field(
         default=[],
         description="Rungs of each bracket; when given, `mode` and `max_rungs` have no effect.",
     )
@@ -286,7 +282,7 @@ class HyperbandSearcher(_Halving):
     """Trials that wait for one another at the rungs of brackets of every depth."""
 
     name: Literal["hyperband"] = Field(default="hyperband", description="Search method.")
-    max_rungs: Count = Field(default=5, description="Most rungs of a bracket.")
+    max_rungs: fields.Count = Field(default=5, description="Most rungs of a bracket.")
 
     @property
     def waits_at_targets(self) -> bool:
@@ -307,8 +303,8 @@ class MedianStoppingSearcher(_Timed):
         default="median_stopping", description="Search method."
     )
     sampler: AnySampler | None = sampler_field("tpe")
-    min_time: Count = Field(default=1, description="Time before which no trial is stopped.")
-    min_others: Count = Field(
+    min_time: fields.Count = Field(default=1, description="Time before which no trial is stopped.")
+    min_others: fields.Count = Field(
         default=3, description="Other trials that must have reported before one is stopped."
     )
 
@@ -327,7 +323,7 @@ class PbtSearcher(_Timed):
     clones_trials = True
 
     name: Literal["pbt"] = Field(default="pbt", description="Search method.")
-    interval: Count = Field(description="Time between two comparisons of a trial.")
+    interval: fields.Count = Field(description="Time between two comparisons of a trial.")
     quantile: float = Field(
         default=0.25, gt=0, le=0.5, description="Share of the trials that is weak, or strong."
     )

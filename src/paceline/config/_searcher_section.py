@@ -7,21 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from paceline.config._fields_and_problems import (
-    MISSING,
-    Count,
-    JsonMap,
-    PositiveSeconds,
-    Problem,
-    Seconds,
-    Section,
-    Text,
-    copy_json_map,
-    given_schema,
-    join_path,
-    refused,
-    refused_parts,
-)
+from paceline.config import _fields_and_problems as fields
 
 if TYPE_CHECKING:
     from paceline.search._samplers import SamplerSpec
@@ -50,10 +36,10 @@ def _expand_sampler(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-class SamplerSection(Section):
+class SamplerSection(fields.Section):
     """Where the hyperparameters of new trials come from; a name alone is the short form."""
 
-    name: Text = Field(
+    name: fields.Text = Field(
         default="random",
         description="`random`, `grid`, `sobol`, `tpe`, `optuna`, `external` for programs "
         "that answer over the API, or the name of an entry point of an installed package.",
@@ -61,8 +47,10 @@ class SamplerSection(Section):
     of: Literal["tpe", "gp", "cmaes", "nsgaii"] | None = Field(
         default=None, description="Sampler of Optuna; `tpe` by default."
     )
-    options: JsonMap = Field(default={}, description="Further arguments of the sampler's class.")
-    timeout: PositiveSeconds = Field(
+    options: fields.JsonMap = Field(
+        default={}, description="Further arguments of the sampler's class."
+    )
+    timeout: fields.PositiveSeconds = Field(
         default=60.0,
         description="Seconds that an answer may take; then the trial is drawn at random.",
     )
@@ -71,7 +59,7 @@ class SamplerSection(Section):
     @classmethod
     def _check_name(cls, value: str) -> str:
         if not re.fullmatch(r"[A-Za-z_][\w-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
-            raise refused(
+            raise fields.refused(
                 "must be a sampler",
                 "`random`, `grid`, `sobol`, `tpe`, `optuna`, `external` or an installed one",
             )
@@ -85,7 +73,7 @@ class SamplerSection(Section):
 
         is_own = self.name in (*OWN_SAMPLERS, EXTERNAL)
         if (self.of is not None and self.name != "optuna") or (is_own and self.options):
-            raise refused(
+            raise fields.refused(
                 f"must not have `{'options' if self.options else 'of'}`, as the sampler"
                 f" `{self.name}` has no use for it",
                 hint="`of` is for the sampler `optuna`.",
@@ -106,10 +94,10 @@ def sampler_field(name: str | None) -> Any:
     )
 
 
-class SearchLimits(Section):
+class SearchLimits(fields.Section):
     """What a search may use; it ends at the first limit that it reaches."""
 
-    max_trials: Count | None = Field(
+    max_trials: fields.Count | None = Field(
         default=None, description="Trials that the search creates, whatever its method plans."
     )
     max_slot_hours: float | None = Field(
@@ -118,7 +106,7 @@ class SearchLimits(Section):
         allow_inf_nan=False,
         description="Hours for which trials hold slots, in sum; then running ones are stopped.",
     )
-    max_wall_time: PositiveSeconds | None = Field(
+    max_wall_time: fields.PositiveSeconds | None = Field(
         default=None,
         description="Seconds in which the experiment is active, without its pauses; then running "
         "trials are stopped.",
@@ -128,7 +116,7 @@ class SearchLimits(Section):
         allow_inf_nan=False,
         description="Value of the metric at which the search ends; running trials are stopped.",
     )
-    max_failures: Count | None = Field(
+    max_failures: fields.Count | None = Field(
         default=None,
         description="Failed trials at which the search ends in an error; running trials are "
         "stopped.",
@@ -141,10 +129,10 @@ class SearchLimits(Section):
         return Limited(**self.model_dump())
 
 
-class ObjectiveSection(Section):
+class ObjectiveSection(fields.Section):
     """Metric of a search that looks at several."""
 
-    metric: Text = Field(description="Validation metric.")
+    metric: fields.Text = Field(description="Validation metric.")
     smaller_is_better: bool = Field(
         default=True, description="Whether smaller values of the metric are better."
     )
@@ -155,10 +143,10 @@ def searcher_schema(schema: dict[str, Any], section: type["Searcher"]) -> None:
     """Adjust the JSON schema of a searcher section."""
     if section.takes_objectives:
         schema["required"].remove("metric")
-        schema["anyOf"] = [given_schema("metric"), given_schema("objectives")]
+        schema["anyOf"] = [fields.given_schema("metric"), fields.given_schema("objectives")]
 
 
-class Searcher(Section):
+class Searcher(fields.Section):
     """Base of the searcher sections: the fields and properties common to all search methods.
 
     A subclass is the section of one method: its `name` is a literal with a default, its fields are
@@ -185,7 +173,7 @@ class Searcher(Section):
     takes_objectives: ClassVar[bool] = False
 
     name: str = Field(description="Search method.")
-    metric: Text = Field(description="Validation metric that is searched for.")
+    metric: fields.Text = Field(description="Validation metric that is searched for.")
     smaller_is_better: bool = Field(
         default=True, description="Whether smaller values of the metric are better."
     )
@@ -195,24 +183,24 @@ class Searcher(Section):
         description="Several metrics in the place of `metric`: trials are compared by all of them, "
         "and the best ones are a Pareto front. The first one is shown where there is room for one.",
     )
-    source_trial_id: Count | None = Field(
+    source_trial_id: fields.Count | None = Field(
         default=None, description="Trial whose latest checkpoint every trial starts from."
     )
-    source_checkpoint_uuid: Text | None = Field(
+    source_checkpoint_uuid: fields.Text | None = Field(
         default=None, description="Checkpoint that every trial starts from."
     )
-    stop_timeout: Seconds = Field(
+    stop_timeout: fields.Seconds = Field(
         default=30.0,
         description="Seconds that a trial stopped by the search may take to end by itself.",
     )
 
     sampler: AnySampler | None = sampler_field(None)
-    points_to_evaluate: list[JsonMap] = Field(
+    points_to_evaluate: list[fields.JsonMap] = Field(
         default=[],
         max_length=1000,
         description="Hyperparameters of the first trials; those left out come from a draw.",
     )
-    warm_start_from: list[Count | Text] = Field(
+    warm_start_from: list[fields.Count | fields.Text] = Field(
         default=[],
         max_length=100,
         description="Experiments whose ended trials the sampler learns from, by their ids; without "
@@ -240,15 +228,17 @@ class Searcher(Section):
         if not value:
             return value
         if not cls.takes_objectives:
-            raise refused("must not be given, as this method compares trials by one metric alone")
+            raise fields.refused(
+                "must not be given, as this method compares trials by one metric alone"
+            )
         if len(set(names)) < max(len(names), 2):
-            raise refused(
+            raise fields.refused(
                 "must be two or more different metrics",
                 hint="`searcher.metric` is for a single one.",
             )
         first = (info.data.get("metric"), info.data.get("smaller_is_better"))
         if first != (value[0].metric, value[0].smaller_is_better):
-            raise refused(
+            raise fields.refused(
                 "must begin with `searcher.metric` and its `smaller_is_better`",
                 hint="leave `metric` out: the first objective names it.",
             )
@@ -260,7 +250,7 @@ class Searcher(Section):
         is_of_one = info.field_name == "warm_start_from" or (value and value.target is not None)
         if value and is_of_one and info.data.get("objectives"):
             what = "a `target`" if info.field_name == "limits" else "given"
-            raise refused(
+            raise fields.refused(
                 f"must not {'have' if info.field_name == 'limits' else 'be'} {what} with several"
                 " objectives",
                 hint="it is for one metric: leave out one of the two.",
@@ -271,7 +261,7 @@ class Searcher(Section):
     @classmethod
     def _check_sampler_of_several(cls, value: Any, info: ValidationInfo) -> Any:
         if value and value.of == "cmaes" and info.data.get("objectives"):
-            raise refused(
+            raise fields.refused(
                 "must not be CMA-ES with several objectives",
                 "`of: tpe`, `of: nsgaii` or `of: gp`",
             )
@@ -282,7 +272,7 @@ class Searcher(Section):
     def _check_learns(cls, value: Any, info: ValidationInfo) -> Any:
         sampler = info.data.get("sampler")
         if value and (sampler is None or sampler.name in ("random", "grid", "sobol")):
-            raise refused(
+            raise fields.refused(
                 "must not be given without a sampler that learns",
                 hint="add for example `sampler: tpe`.",
             )
@@ -292,7 +282,7 @@ class Searcher(Section):
     @classmethod
     def _check_draws(cls, value: Any) -> Any:
         if value and cls.needs_counts:
-            raise refused(
+            raise fields.refused(
                 "must not be given, as a grid search draws nothing",
                 hint="`{name: random, sampler: grid}` tries the points of a grid first.",
             )
@@ -329,7 +319,7 @@ class Searcher(Section):
     @classmethod
     def _check_one_source(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("source_trial_id") is not None:
-            raise refused("must not be given together with `searcher.source_trial_id`")
+            raise fields.refused("must not be given together with `searcher.source_trial_id`")
         return value
 
     @property
@@ -401,7 +391,7 @@ def check_hyperparameter_space(value: Any, info: ValidationInfo) -> Any:
     """Refuse a space unfit for a search; a field validator to run after the searcher's."""
     if not isinstance(value, dict):
         return value
-    space, problems = copy_json_map(value)
+    space, problems = fields.copy_json_map(value)
     reported = {problem.path for problem in problems}
     for names, node in _hyperparameter_leaves(space, ()):
         problem = _leaf_problem(names, node)
@@ -413,7 +403,7 @@ def check_hyperparameter_space(value: Any, info: ValidationInfo) -> Any:
             problems = _grid_problems(space)
         problems = problems or _point_problems(space, searcher.points_to_evaluate)
     if problems:
-        raise refused_parts(problems)
+        raise fields.refused_parts(problems)
     return space
 
 
@@ -427,7 +417,7 @@ def _hyperparameter_leaves(
             yield (*names, name), child
 
 
-def _leaf_problem(names: tuple[str, ...], node: Any) -> Problem | None:
+def _leaf_problem(names: tuple[str, ...], node: Any) -> fields.Problem | None:
     from paceline.search._hyperparameter_kinds import SpaceError
     from paceline.search._hyperparameter_space import parse_space
 
@@ -442,7 +432,7 @@ def _leaf_problem(names: tuple[str, ...], node: Any) -> Problem | None:
     return None
 
 
-def _hyperparameter_problem_of(path: str, text: str, space: dict[str, Any]) -> Problem:
+def _hyperparameter_problem_of(path: str, text: str, space: dict[str, Any]) -> fields.Problem:
     sentence, _, hint = text.partition("\nHint: ")
     match = _SENTENCE.match(sentence)
     if match is None:
@@ -451,22 +441,24 @@ def _hyperparameter_problem_of(path: str, text: str, space: dict[str, Any]) -> P
         message = f"is not allowed, as `{match['path']}` {match['message']}"
     else:
         path, message = match["path"], match["message"]
-    return Problem(path=path, value=_hyperparameter_at(space, path), message=message, hint=hint)
+    return fields.Problem(
+        path=path, value=_hyperparameter_at(space, path), message=message, hint=hint
+    )
 
 
 def _hyperparameter_at(space: Any, path: str) -> Any:
     value = space
     for part in re.findall(r"[^.\[\]]+", path):
         if isinstance(value, dict):
-            value = value.get(part, MISSING)
+            value = value.get(part, fields.MISSING)
         elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
             value = value[int(part)]
         else:
-            return MISSING
+            return fields.MISSING
     return value
 
 
-def _point_problems(space: dict[str, Any], points: list[dict[str, Any]]) -> list[Problem]:
+def _point_problems(space: dict[str, Any], points: list[dict[str, Any]]) -> list[fields.Problem]:
     from paceline._base.arguments_and_errors import Rng
     from paceline.search._hyperparameter_kinds import SpaceError
     from paceline.search._hyperparameter_space import parse_space
@@ -479,17 +471,17 @@ def _point_problems(space: dict[str, Any], points: list[dict[str, Any]]) -> list
         except (SpaceError, TypeError) as error:
             what = str(error).partition("\n")[0]
             message = f"must not have `searcher.points_to_evaluate[{index}]` outside: {what}"
-            problems.append(Problem(path="", value=point, message=message))
+            problems.append(fields.Problem(path="", value=point, message=message))
     return problems
 
 
-def _grid_problems(space: dict[str, Any]) -> list[Problem]:
+def _grid_problems(space: dict[str, Any]) -> list[fields.Problem]:
     from paceline.search._hyperparameter_space import parse_space
 
     problems = [
-        Problem(
-            path=join_path(*names, "count"),
-            value=MISSING,
+        fields.Problem(
+            path=fields.join_path(*names, "count"),
+            value=fields.MISSING,
             message="is required by a grid search",
             allowed="an integer >= 1, the number of values to try",
         )
@@ -501,7 +493,7 @@ def _grid_problems(space: dict[str, Any]) -> list[Problem]:
     if not problems:
         num_points = parse_space(space).grid_size()
         if num_points > _MAX_GRID_POINTS:
-            raise refused(
+            raise fields.refused(
                 f"must not span a grid of more than {_MAX_GRID_POINTS} points, which has "
                 f"{num_points if num_points < 10**15 else f'10^{int(math.log10(num_points))}'}",
                 hint="lower the counts, or use the searcher `random`.",

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from paceline.config import _fields_and_problems as fields
 from paceline.config._checkpoint_storage_section import (
     CLOUD_TYPES,
     DefaultStorage,
@@ -29,17 +30,6 @@ from paceline.config._experiment_config import (
     Reproducibility,
     Resources,
     SlotRange,
-)
-from paceline.config._fields_and_problems import (
-    MISSING,
-    REFUSED_FIELDS,
-    ConfigError,
-    Optimizations,
-    Problem,
-    alias_names,
-    field_names,
-    given_schema,
-    join_path,
 )
 from paceline.config._read_yaml import apply_overrides, read_yaml_file
 from paceline.config._searcher_registry import (
@@ -62,7 +52,7 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("reproducibility",): Reproducibility,
     ("environment",): Environment,
     ("profiling",): Profiling,
-    ("optimizations",): Optimizations,
+    ("optimizations",): fields.Optimizations,
     ("checkpoint_storage", "default"): DefaultStorage,
     **{("checkpoint_storage", name): section for name, section in _STORAGES.items()},
 }
@@ -122,7 +112,9 @@ def validate_config(data: dict[str, Any]) -> ExperimentConfig:
     given: object = data
     if not isinstance(given, dict):
         message, allowed = "must be a map of fields", "fields such as `entrypoint` and `searcher`"
-        raise ConfigError([Problem(path="", value=data, message=message, allowed=allowed)])
+        raise fields.ConfigError(
+            [fields.Problem(path="", value=data, message=message, allowed=allowed)]
+        )
     try:
         return ExperimentConfig.model_validate(data)
     except ValidationError as e:
@@ -134,7 +126,7 @@ def validate_config(data: dict[str, Any]) -> ExperimentConfig:
             return validate_config(data)
         problems = [_config_problem_of(error) for error in _flatten_config_errors(e)]
     # Problems in the user's words: their text covers all of pydantic's error.
-    raise ConfigError(problems)
+    raise fields.ConfigError(problems)
 
 
 def read_stored_config(data: dict[str, Any]) -> ExperimentConfig:
@@ -147,7 +139,7 @@ def read_stored_config(data: dict[str, Any]) -> ExperimentConfig:
     """
     try:
         return validate_config(data)
-    except ConfigError as error:
+    except fields.ConfigError as error:
         if any(problem.path.split(".")[0] != "searcher" for problem in error.problems):
             raise
     searcher = MissingSearcher.model_validate(data["searcher"])
@@ -157,24 +149,24 @@ def read_stored_config(data: dict[str, Any]) -> ExperimentConfig:
     return config.model_copy(update={"searcher": searcher})
 
 
-def _flatten_config_errors(error: ValidationError) -> Iterator[ErrorDetails | Problem]:
+def _flatten_config_errors(error: ValidationError) -> Iterator[ErrorDetails | fields.Problem]:
     """Yield each error; an error about the parts of a value becomes its single problems."""
     for details in error.errors(include_url=False):
         if details["type"] != "refused_parts":
             yield details
             continue
-        start = join_path(*_plain_path(details["loc"]))
+        start = fields.join_path(*_plain_path(details["loc"]))
         for part in details["ctx"]["problems"]:
-            yield dataclasses.replace(part, path=join_path(start, part.path))
+            yield dataclasses.replace(part, path=fields.join_path(start, part.path))
 
 
-def _config_problem_of(details: ErrorDetails | Problem) -> Problem:
-    if isinstance(details, Problem):
+def _config_problem_of(details: ErrorDetails | fields.Problem) -> fields.Problem:
+    if isinstance(details, fields.Problem):
         return details
-    kind, path = details["type"], join_path(*_plain_path(details["loc"]))
+    kind, path = details["type"], fields.join_path(*_plain_path(details["loc"]))
     value, context = details["input"], details.get("ctx", {})
     if kind == "refused":
-        return Problem(path=path, **{"value": value, **context})
+        return fields.Problem(path=path, **{"value": value, **context})
     if kind == "extra_forbidden":
         return _unknown_config_field(details["loc"], path, value)
     if kind == "missing":
@@ -182,15 +174,15 @@ def _config_problem_of(details: ErrorDetails | Problem) -> Problem:
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return _wrong_config_kind(path, value)
     if kind == "invalid_key":
-        section = join_path(*_plain_path(details["loc"][:-1]))
+        section = fields.join_path(*_plain_path(details["loc"][:-1]))
         message, hint = "must have strings as names", "put the name in quotes."
-        return Problem(path=section, value=details["loc"][-1], message=message, hint=hint)
+        return fields.Problem(path=section, value=details["loc"][-1], message=message, hint=hint)
     if kind not in _ALLOWED:
-        return Problem(path=path, value=value, message=f"is not valid: {details['msg']}")
+        return fields.Problem(path=path, value=value, message=f"is not valid: {details['msg']}")
     allowed = _ALLOWED[kind].format(**context)
     for bound in (context[name] for name in ("ge", "gt", "le") if name in context):
         allowed = f"{'an integer' if isinstance(bound, int) else 'a number'} {allowed}"
-    return Problem(path=path, value=value, message=f"must be {allowed}", allowed=allowed)
+    return fields.Problem(path=path, value=value, message=f"must be {allowed}", allowed=allowed)
 
 
 def _plain_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -216,31 +208,33 @@ def _sections() -> dict[tuple[str, ...], type[BaseModel]]:
     return _SECTIONS | nested | {("searcher", name): one for name, one in sections}
 
 
-def _missing_field(location: tuple[int | str, ...], path: str) -> Problem:
+def _missing_field(location: tuple[int | str, ...], path: str) -> fields.Problem:
     section, name = _section_of(location), str(location[-1])
     meaning = (section.model_fields[name].description or "").rstrip(".")
     message = f"is required: {meaning[:1].lower()}{meaning[1:]}" if meaning else "is required"
-    return Problem(path=path, value=MISSING, message=message)
+    return fields.Problem(path=path, value=fields.MISSING, message=message)
 
 
-def _unknown_config_field(location: tuple[int | str, ...], path: str, value: object) -> Problem:
+def _unknown_config_field(
+    location: tuple[int | str, ...], path: str, value: object
+) -> fields.Problem:
     section, name = _section_of(location), str(location[-1])
-    known = sorted(field_names(section))
+    known = sorted(fields.field_names(section))
     if name in known:
         other = next(
-            n for n, field in section.model_fields.items() if name in alias_names(n, field)
+            n for n, field in section.model_fields.items() if name in fields.alias_names(n, field)
         )
         message = f"is an older name of `{other}`, which is given as well"
-        return Problem(path=path, value=value, message=message, hint="keep one of the two.")
+        return fields.Problem(path=path, value=value, message=message, hint="keep one of the two.")
     if section is DefaultStorage and (kind := _storage_with(name)):
         message, hint = "needs the type of the storage", f"add `type: {kind}`."
-        return Problem(path=path, value=value, message=message, hint=hint)
+        return fields.Problem(path=path, value=value, message=message, hint=hint)
     start = str(location[0]) if len(location) > 1 else ""
-    refused_field = REFUSED_FIELDS.get(start, {}).get(name)
+    refused_field = fields.REFUSED_FIELDS.get(start, {}).get(name)
     if refused_field is not None:
         message, hint = refused_field
-        return Problem(path=path, value=value, message=message, hint=hint)
-    return Problem(
+        return fields.Problem(path=path, value=value, message=message, hint=hint)
+    return fields.Problem(
         path=path,
         value=value,
         message="is not a known field",
@@ -259,21 +253,21 @@ def _storage_with(field: str) -> str | None:
 def _did_you_mean(start: str, name: str, known: list[str]) -> str:
     for location, section in _sections().items():
         if name in section.model_fields and location[:1] != ((start,) if start else ()):
-            return f"did you mean `{join_path(*location[:1], name)}`?"
+            return f"did you mean `{fields.join_path(*location[:1], name)}`?"
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean `{close[0]}`?" if close else ""
 
 
-def _wrong_config_kind(path: str, value: object) -> Problem:
+def _wrong_config_kind(path: str, value: object) -> fields.Problem:
     """Return the problem of a searcher or storage of an unknown kind."""
     field, names = ("type", list(_STORAGES))
     if path == "searcher":
         field, names = "name", list(searcher_sections())
     *first, last = (f"`{name}`" for name in names)
     allowed = f"{', '.join(first)} or {last}"
-    given = value.get(field, MISSING) if isinstance(value, dict) else value
+    given = value.get(field, fields.MISSING) if isinstance(value, dict) else value
     message, hint = "is not known", ""
-    if given is MISSING:
+    if given is fields.MISSING:
         message = "is required"
     elif not isinstance(given, str):
         message = "must be a string"
@@ -286,7 +280,9 @@ def _wrong_config_kind(path: str, value: object) -> Problem:
         hint = f"did you mean `{close[0]}`?" if close else ""
         if path == "searcher" and not close:
             hint = "install the package that offers it, also for the master."
-    return Problem(path=f"{path}.{field}", value=given, message=message, allowed=allowed, hint=hint)
+    return fields.Problem(
+        path=f"{path}.{field}", value=given, message=message, allowed=allowed, hint=hint
+    )
 
 
 # Fields of every kind of a section: they survive a change of the kind in a merge.
@@ -514,8 +510,8 @@ def _allow_null_in_schema(section: dict[str, Any]) -> None:
 
 
 def _allow_other_name(directory: dict[str, Any]) -> None:
-    names = alias_names("path", DirectoryStorage.model_fields["path"])
+    names = fields.alias_names("path", DirectoryStorage.model_fields["path"])
     properties = directory["properties"]
     properties.update(dict.fromkeys(names, properties["path"]))
     directory["required"] = ["type"]
-    directory["oneOf"] = [given_schema(name) for name in names]
+    directory["oneOf"] = [fields.given_schema(name) for name in names]

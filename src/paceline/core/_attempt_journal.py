@@ -13,18 +13,9 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any, Literal
 
+from paceline._base import journal_records as records
 from paceline._base.exceptions import text_of
 from paceline._base.journal_reading_and_writing import JournalWriter
-from paceline._base.journal_records import (
-    DIVERGED,
-    AttemptFinished,
-    AttemptStarted,
-    EarlyExitReported,
-    MetricsReported,
-    PreemptionAcknowledged,
-    StoreChecked,
-    TimeSpent,
-)
 from paceline._base.run_directory import (
     RESTART_CAUSES_VARIABLE,
     RUN_DIRECTORY_VARIABLE,
@@ -291,7 +282,7 @@ def record_start(
     # A master refuses longer texts, and with them the record.
     causes = tuple(cause[:_LONGEST_ERROR] for cause in (*restart_causes, *_take_restart_causes()))
     journal.append(
-        AttemptStarted(
+        records.AttemptStarted(
             time=time.time(),
             attempt=attempt,
             generation=generation,
@@ -344,7 +335,7 @@ def record_metrics(
         number: The number of the report, unless it is the step.
     """
     return journal.append(
-        MetricsReported(
+        records.MetricsReported(
             time=time.time(),
             group=group,
             steps_completed=steps_completed,
@@ -360,14 +351,16 @@ def record_time_spent(
 ) -> None:
     """Record the seconds spent so far on training and each other activity."""
     journal.append(
-        TimeSpent(time=time.time(), event=event, steps_completed=steps_completed, seconds=seconds)
+        records.TimeSpent(
+            time=time.time(), event=event, steps_completed=steps_completed, seconds=seconds
+        )
     )
 
 
 def record_store_state(journal: JournalWriter, storage: str, reason: str | None) -> None:
     """Record why a storage is unreachable, or with None its return to service."""
     text = None if reason is None else reason[:_LONGEST_ERROR]
-    journal.append(StoreChecked(time=time.time(), storage=storage, reason=text))
+    journal.append(records.StoreChecked(time=time.time(), storage=storage, reason=text))
 
 
 def end_journal(
@@ -387,11 +380,11 @@ def end_journal(
     """
     if outcome is Outcome.INVALID_HP:
         reason = EarlyExitReason.INVALID_HP.value
-        journal.append(EarlyExitReported(time=time.time(), reason=reason))
+        journal.append(records.EarlyExitReported(time=time.time(), reason=reason))
     if isinstance(error, NonFiniteError):
-        journal.append(EarlyExitReported(time=time.time(), reason=DIVERGED))
+        journal.append(records.EarlyExitReported(time=time.time(), reason=records.DIVERGED))
     if outcome is Outcome.PREEMPTED and isinstance(error, PreemptedError):
-        journal.append(PreemptionAcknowledged(time=time.time()))
+        journal.append(records.PreemptionAcknowledged(time=time.time()))
     is_told = error is not None and outcome in (Outcome.ERROR, Outcome.INVALID_HP)
     if outcome is Outcome.INVALID_HP and isinstance(error, DistributedPeerError):
         # The rank that refused says why.
@@ -399,7 +392,7 @@ def end_journal(
     text = describe_error(error) if isinstance(error, BaseException) else error
     store = failing_store_of(error) if isinstance(error, BaseException) and is_told else None
     journal.append(
-        AttemptFinished(
+        records.AttemptFinished(
             time=time.time(),
             outcome=outcome.value,
             error=text if is_told else None,

@@ -27,14 +27,8 @@ from paceline.core._exceptions import DistributedError
 from paceline.core._read_runs import read_history
 from paceline.core._run_opening import OpenedRun, steps_up_to
 from paceline.core._run_storage import NodeStorage, memory_storage
+from paceline.storage import _checkpoint_files
 from paceline.storage._checkpoint_errors import CheckpointError, CheckpointWriteError
-from paceline.storage._checkpoint_files import (
-    MANIFEST_NAME,
-    Manifest,
-    check_file_names,
-    decode_manifest,
-    is_reserved,
-)
 from paceline.storage._checkpoint_storage import check_uuid
 from paceline.storage._directory_storage import DirectoryStorage
 
@@ -93,11 +87,15 @@ class NodeMemory(NodeStorage):
         paths = (path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
         sizes = {path.relative_to(root).as_posix(): path.stat().st_size for path in paths}
         # A rank that was killed leaves its files in a directory of its own.
-        return {n: s for n, s in sizes.items() if not is_reserved(n) and not n.startswith(".rank-")}
+        return {
+            n: s
+            for n, s in sizes.items()
+            if not _checkpoint_files.is_reserved(n) and not n.startswith(".rank-")
+        }
 
     def adopt(self, data: bytes, uuid: str) -> None:
         """Take the manifest of a state from another node."""
-        self._write_manifest(decode_manifest(data, uuid))
+        self._write_manifest(_checkpoint_files.decode_manifest(data, uuid))
 
     def send(self, node: int, uuid: str, names: Sequence[str]) -> None:
         """Send files of a state to another node.
@@ -125,7 +123,7 @@ class NodeMemory(NodeStorage):
         key, number = self._key(uuid, node, self.node), 0
         sizes: dict[str, int] = json.loads(self.taken(uuid, f"{key}/0"))
         root = self.root / check_uuid(uuid)
-        for name in check_file_names([*sizes]):
+        for name in _checkpoint_files.check_file_names([*sizes]):
             path, left = root / name, sizes[name]
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with path.open("xb") as file:
@@ -263,7 +261,7 @@ class NodeParts(CheckpointParts):
             for node in others:
                 memory.taken(uuid, f"{uuid}/copied-{node}")
             self._commit_here(uuid, metadata)
-            data = (memory.root / uuid / MANIFEST_NAME).read_bytes()
+            data = (memory.root / uuid / _checkpoint_files.MANIFEST_NAME).read_bytes()
             for node in others:
                 distributed.put(f"{uuid}/manifest-{node}", data)
         except (CheckpointError, DistributedError, OSError) as error:
@@ -287,7 +285,7 @@ class _NodeStates:
     manifests: Mapping[str, bytes]
     files: Mapping[str, Mapping[str, int]]
 
-    def has(self, manifest: Manifest, name: str) -> bool:
+    def has(self, manifest: _checkpoint_files.Manifest, name: str) -> bool:
         """Return whether a file of a state is here, as far as its size shows."""
         return self.files.get(manifest.uuid, {}).get(name) == manifest.files[name].size
 
@@ -335,17 +333,20 @@ def resumed_from_nodes(opened: OpenedRun, distributed: DistributedContext) -> Op
 def _states_on(memory: NodeMemory) -> _NodeStates:
     paths = [*memory.root.iterdir()] if memory.root.is_dir() else []
     uuids = [path.name for path in paths if path.is_dir() and not path.name.startswith(".")]
-    manifests = {uuid: (memory.root / uuid / MANIFEST_NAME).read_bytes() for uuid in memory.list()}
+    manifests = {
+        uuid: (memory.root / uuid / _checkpoint_files.MANIFEST_NAME).read_bytes()
+        for uuid in memory.list()
+    }
     return _NodeStates(memory.node, manifests, {uuid: memory.held(uuid) for uuid in uuids})
 
 
-def _newest(by_node: Sequence[_NodeStates], opened: OpenedRun) -> Manifest | None:
+def _newest(by_node: Sequence[_NodeStates], opened: OpenedRun) -> _checkpoint_files.Manifest | None:
     """Return the manifest of the newest state whose files are all on some node; None if none."""
     newest, steps_completed = None, opened.steps_completed
     for uuid in sorted({uuid for states in by_node for uuid in states.manifests}):
         data = next(s.manifests[uuid] for s in by_node if uuid in s.manifests)
         try:
-            manifest = decode_manifest(data, uuid)
+            manifest = _checkpoint_files.decode_manifest(data, uuid)
             found = int(manifest.metadata["steps_completed"])
             has_reports = _has_reports(manifest, opened)
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
@@ -362,7 +363,7 @@ def _newest(by_node: Sequence[_NodeStates], opened: OpenedRun) -> Manifest | Non
     return newest
 
 
-def _has_reports(manifest: Manifest, opened: OpenedRun) -> bool:
+def _has_reports(manifest: _checkpoint_files.Manifest, opened: OpenedRun) -> bool:
     """Return whether no report before a state can be lost; those of this attempt cannot."""
     if (newest := opened.info.newest_report) is None:
         return True
@@ -372,7 +373,9 @@ def _has_reports(manifest: Manifest, opened: OpenedRun) -> bool:
     return bool(journal == newest[0] and number <= newest[1])
 
 
-def _assemble(memory: NodeMemory, manifest: Manifest, by_node: Sequence[_NodeStates]) -> str | None:
+def _assemble(
+    memory: NodeMemory, manifest: _checkpoint_files.Manifest, by_node: Sequence[_NodeStates]
+) -> str | None:
     """Get all files of a state to this node, and check them; return a problem or None."""
     uuid, here = manifest.uuid, memory.node
     streams: dict[tuple[int, int], list[str]] = {}

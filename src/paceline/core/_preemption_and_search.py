@@ -11,15 +11,8 @@ from typing import Any
 
 import msgspec
 
+from paceline._base import journal_records as records
 from paceline._base.journal_reading_and_writing import JournalWriter
-from paceline._base.journal_records import (
-    OperationCompleted,
-    OperationsRequested,
-    PreemptionAcknowledged,
-    ProgressReported,
-    decode_value,
-    encode_metrics,
-)
 from paceline._base.run_directory import Control, RunDirectory, configured_length
 from paceline.core._arguments import PreemptMode
 from paceline.core._distributed_context import DistributedContext
@@ -170,7 +163,7 @@ class SearchDecision:
 
 
 def _is_number(value: Any) -> bool:
-    return type(decode_value(value)) in (int, float)
+    return type(records.decode_value(value)) in (int, float)
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -263,7 +256,7 @@ class PreemptContext:
         if not self._is_acknowledged:
             self._is_acknowledged = True
             if self._distributed.rank == 0:
-                self._journal.append(PreemptionAcknowledged(time=time.time()))
+                self._journal.append(records.PreemptionAcknowledged(time=time.time()))
 
     @property
     def is_interrupted(self) -> bool:
@@ -460,7 +453,7 @@ class SearcherOperation:
                 f"`length` must be from 0 to {self._length} inclusive, but got {length}."
             )
         progress = float(length / self._max_length)
-        self._journal.append(ProgressReported(time=time.time(), progress=progress))
+        self._journal.append(records.ProgressReported(time=time.time(), progress=progress))
 
     def report_completed(self, metric: Any) -> None:
         """Report the searched metric, measured after training to `length`.
@@ -473,12 +466,12 @@ class SearcherOperation:
             TypeError: `metric` is no number.
         """
         self._check("report_completed")
-        value = encode_metrics({"metric": metric})["metric"]
-        if type(decode_value(value)) not in (int, float):
+        value = records.encode_metrics({"metric": metric})["metric"]
+        if type(records.decode_value(value)) not in (int, float):
             raise TypeError(f"`metric` must be a number, but got {metric!r}.")
         self._is_completed = True
         self._journal.append(
-            OperationCompleted(time=time.time(), length=self._length, metric=value)
+            records.OperationCompleted(time=time.time(), length=self._length, metric=value)
         )
 
     def _check(self, call: str) -> None:
@@ -543,7 +536,7 @@ class SearcherContext:
         self._decision.expect_none()
         if is_chief and not self._has_asked:
             self._has_asked = True
-            self._journal.append(OperationsRequested(time=time.time()))
+            self._journal.append(records.OperationsRequested(time=time.time()))
         while (length := self._next_length()) != _END:
             operation = SearcherOperation(
                 length=length,

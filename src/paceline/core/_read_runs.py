@@ -12,23 +12,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline._base import journal_records as records
 from paceline._base.journal_reading_and_writing import Entry
-from paceline._base.journal_records import (
-    AlertRaised,
-    AttemptFinished,
-    AttemptStarted,
-    AttemptTimes,
-    CheckpointDeleted,
-    CheckpointStored,
-    MetricsReported,
-    OperationCompleted,
-    RunMetadataSet,
-    TimeShares,
-    TimeSpent,
-    decode_value,
-    divide_time,
-    encode_record,
-)
 from paceline._base.run_directory import (
     JournalKey,
     NotARunDirectoryError,
@@ -47,9 +32,9 @@ from paceline.storage._storage_from_url import storage_from
 
 logger = logging.getLogger(__name__)
 
-_METRICS_START = encode_record(MetricsReported(time=0, group="", steps_completed=0, metrics={}))[
-    : len(b'{"type":"metrics",')
-]
+_METRICS_START = records.encode_record(
+    records.MetricsReported(time=0, group="", steps_completed=0, metrics={})
+)[: len(b'{"type":"metrics",')]
 _ALERT = b'"type":"alert"'
 _NUM_ALERTS = 20
 _INVALID_HP = "invalid_hp"
@@ -85,11 +70,11 @@ class History:
 
     num_attempts: int = 0
     last_steps: dict[str, int] = field(default_factory=dict)
-    checkpoints: list[CheckpointStored] = field(default_factory=list)
+    checkpoints: list[records.CheckpointStored] = field(default_factory=list)
     completed_length: int = 0
     metadata: dict[str, Any] | None = None
     restart_causes: list[str] = field(default_factory=list)
-    finished: AttemptFinished | None = None
+    finished: records.AttemptFinished | None = None
 
 
 def read_history(run: RunDirectory | str | os.PathLike[str]) -> History:
@@ -103,27 +88,27 @@ def read_history(run: RunDirectory | str | os.PathLike[str]) -> History:
     """
     run = _run_at(run)
     history = History()
-    stored: dict[str, CheckpointStored] = {}
+    stored: dict[str, records.CheckpointStored] = {}
     for key, last_step in standing_journals(run):
         history.num_attempts = key.attempt + 1
         history.finished = None
         for entry in run.reader(key):
             record = entry.decode()
-            if isinstance(record, MetricsReported):
+            if isinstance(record, records.MetricsReported):
                 step = record.steps_completed
                 if history.last_steps.get(record.group, -1) < step <= last_step:
                     history.last_steps[record.group] = step
-            elif isinstance(record, CheckpointStored):
+            elif isinstance(record, records.CheckpointStored):
                 stored[record.uuid] = record
-            elif isinstance(record, CheckpointDeleted):
+            elif isinstance(record, records.CheckpointDeleted):
                 stored.pop(record.uuid, None)
-            elif isinstance(record, OperationCompleted):
+            elif isinstance(record, records.OperationCompleted):
                 history.completed_length = max(history.completed_length, record.length)
-            elif isinstance(record, AttemptStarted):
+            elif isinstance(record, records.AttemptStarted):
                 history.restart_causes.extend(record.restart_causes)
-            elif isinstance(record, RunMetadataSet):
+            elif isinstance(record, records.RunMetadataSet):
                 history.metadata = record.metadata
-            elif isinstance(record, AttemptFinished):
+            elif isinstance(record, records.AttemptFinished):
                 history.finished = record
     history.checkpoints = list(stored.values())
     finished = history.finished
@@ -136,7 +121,7 @@ def read_history(run: RunDirectory | str | os.PathLike[str]) -> History:
     return history
 
 
-def read_checkpoints(run: RunDirectory | str | os.PathLike[str]) -> list[CheckpointStored]:
+def read_checkpoints(run: RunDirectory | str | os.PathLike[str]) -> list[records.CheckpointStored]:
     """Return a run's stored and not deleted checkpoints, oldest first; see `read_history`."""
     return read_history(run).checkpoints
 
@@ -161,7 +146,7 @@ def read_metrics(
                 yield MetricsRow(
                     key.attempt,
                     record.steps_completed,
-                    decode_value(record.metrics),
+                    records.decode_value(record.metrics),
                     record.steps_completed > last_step,
                     record.group,
                 )
@@ -171,13 +156,13 @@ def _run_at(run: RunDirectory | str | os.PathLike[str]) -> RunDirectory:
     return run if isinstance(run, RunDirectory) else RunDirectory.open(Path(run))
 
 
-def read_alerts(run: RunDirectory) -> list[AlertRaised]:
+def read_alerts(run: RunDirectory) -> list[records.AlertRaised]:
     """Return the newest alerts of a run, from all ranks, oldest first; 20 at most."""
     alerts = [
         record
         for key in run.journal_keys()
         for entry in run.reader(key)
-        if _ALERT in entry.payload and isinstance(record := entry.decode(), AlertRaised)
+        if _ALERT in entry.payload and isinstance(record := entry.decode(), records.AlertRaised)
     ]
     return sorted(alerts, key=lambda alert: alert.time)[-_NUM_ALERTS:]
 
@@ -216,14 +201,14 @@ def standing_journals(run: RunDirectory, rank: int = 0) -> list[tuple[JournalKey
     return standing[::-1]
 
 
-def _attempt_refusal(run: RunDirectory, attempt: int) -> AttemptFinished | None:
+def _attempt_refusal(run: RunDirectory, attempt: int) -> records.AttemptFinished | None:
     """Return the end record of a rank with invalid hyperparameters in an attempt, or None."""
-    found: AttemptFinished | None = None
+    found: records.AttemptFinished | None = None
     for key in run.journal_keys():
         if key.attempt == attempt and key.rank != 0:
             for entry in run.reader(key):
                 record = entry.decode()
-                if isinstance(record, AttemptFinished) and record.outcome == _INVALID_HP:
+                if isinstance(record, records.AttemptFinished) and record.outcome == _INVALID_HP:
                     # A record with an error is preferred: ranks that merely followed do not know
                     # the reason.
                     found = record if found is None or found.error is None else found
@@ -234,17 +219,17 @@ def _first_attempt_step(run: RunDirectory, key: JournalKey) -> float:
     """Return the first step of a journal's attempt; infinity if not recorded."""
     for entry in run.reader(key).read(1):
         record = entry.decode()
-        if isinstance(record, AttemptStarted):
+        if isinstance(record, records.AttemptStarted):
             return record.steps_completed
     # A journal that was cut off at its very start has reported nothing and replaces nothing.
     return inf
 
 
-def _metrics_records(run: RunDirectory, key: JournalKey) -> Iterator[MetricsReported]:
+def _metrics_records(run: RunDirectory, key: JournalKey) -> Iterator[records.MetricsReported]:
     for entry in run.reader(key):
         if _is_metrics(entry):
             record = entry.decode()
-            assert isinstance(record, MetricsReported)
+            assert isinstance(record, records.MetricsReported)
             yield record
 
 
@@ -479,7 +464,7 @@ def newest_whole_checkpoint(
             one is in another storage.
     """
     first_error: CheckpointCorruptError | None = None
-    missing: list[CheckpointStored] = []
+    missing: list[records.CheckpointStored] = []
     for stored in reversed(history.checkpoints):
         try:
             manifest = storage.manifest(stored.uuid)
@@ -519,7 +504,7 @@ def newest_whole_checkpoint(
     return None, 0
 
 
-def _refuse_other_storage(stored: CheckpointStored, storage: CheckpointStorage) -> None:
+def _refuse_other_storage(stored: records.CheckpointStored, storage: CheckpointStorage) -> None:
     """Raise CheckpointNotFoundError if a missing checkpoint exists in another storage."""
     if stored.storage == storage.url:
         return
@@ -590,7 +575,7 @@ def _newest_by_directory_name(root: Path, name: str) -> list[tuple[RunInfo, Path
     return found[::-1]
 
 
-def time_shares_of_run(path: Path) -> TimeShares:
+def time_shares_of_run(path: Path) -> records.TimeShares:
     """Return the shares of a run's time by activity, from creation to last heartbeat or now.
 
     Raises:
@@ -608,10 +593,10 @@ def time_shares_of_run(path: Path) -> TimeShares:
     if attempts and run.is_alive():
         # The last attempt still runs.
         attempts[-1], until = replace(attempts[-1], ended_at=None), time.time()
-    return divide_time(began, until, attempts)
+    return records.divide_time(began, until, attempts)
 
 
-def _times_of(run: RunDirectory, keys: list[JournalKey]) -> AttemptTimes:
+def _times_of(run: RunDirectory, keys: list[JournalKey]) -> records.AttemptTimes:
     """Return the times of an attempt.
 
     It ended with the last record of its chief or, if it was killed, the last sign of life.
@@ -623,9 +608,9 @@ def _times_of(run: RunDirectory, keys: list[JournalKey]) -> AttemptTimes:
         for entry in run.reader(key):
             record = entry.decode()
             times.append(record.time)
-            if isinstance(record, TimeSpent):
+            if isinstance(record, records.TimeSpent):
                 session.append(record)
-            elif isinstance(record, AttemptFinished):
+            elif isinstance(record, records.AttemptFinished):
                 has_finished = True
                 break
         sessions.append(session)
@@ -633,4 +618,6 @@ def _times_of(run: RunDirectory, keys: list[JournalKey]) -> AttemptTimes:
     # A killed attempt's last heartbeat is later than its last record.
     if not has_finished and (beat := run.last_beat(keys[0].attempt)) is not None:
         ended_at = max(ended_at, beat)
-    return AttemptTimes(created_at=min(times, default=0.0), ended_at=ended_at, sessions=sessions)
+    return records.AttemptTimes(
+        created_at=min(times, default=0.0), ended_at=ended_at, sessions=sessions
+    )

@@ -19,14 +19,8 @@ from paceline.core._distributed_context import DistributedContext
 from paceline.core._exceptions import DistributedPeerError
 from paceline.core._launcher_place import launched_place
 from paceline.core._read_runs import moved_storage, read_checkpoints
+from paceline.storage import _checkpoint_files
 from paceline.storage._checkpoint_errors import CheckpointError
-from paceline.storage._checkpoint_files import (
-    Selector,
-    ShardDone,
-    decode_done,
-    done_name,
-    origin_of,
-)
 from paceline.storage._checkpoint_storage import CheckpointStorage, check_uuid, new_uuid
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._storage_from_url import storage_from
@@ -117,19 +111,19 @@ class NodeStorage(DirectoryStorage):
         with super().store_shard(uuid, rank) as path:
             yield path
         if self._distributed.cross_rank:
-            text = (self.root / uuid / done_name(rank)).read_bytes()
+            text = (self.root / uuid / _checkpoint_files.done_name(rank)).read_bytes()
             self._distributed.put(f"{uuid}/{rank}", text)
 
-    def _read_done(self, uuid: str, rank: int) -> ShardDone | None:
+    def _read_done(self, uuid: str, rank: int) -> _checkpoint_files.ShardDone | None:
         done = super()._read_done(uuid, rank)
         if done is not None or self._distributed.rank:
             return done
         text = self._distributed.take(f"{uuid}/{rank}")
         if text is None:
             return None
-        done = decode_done(text, uuid, rank)
+        done = _checkpoint_files.decode_done(text, uuid, rank)
         # The runner sends it with the manifest.
-        write_atomically(self.root / uuid / done_name(rank), text)
+        write_atomically(self.root / uuid / _checkpoint_files.done_name(rank), text)
         return done
 
 
@@ -260,7 +254,7 @@ def _merge_sharded_metadata(
 def rank_source(
     distributed: DistributedContext,
     source: str | os.PathLike[str] | None,
-    selector: Selector | None,
+    selector: _checkpoint_files.Selector | None,
 ) -> Path | None:
     """Return the directory uploaded by this rank; None if another rank uploads the same files.
 
@@ -362,7 +356,7 @@ def run_origin(run: RunDirectory) -> str:
     info = run.read_info()
     if info.trial is None or not info.cluster_id:
         return ""
-    return origin_of(info.cluster_id, info.trial.trial_id, info.attempt)
+    return _checkpoint_files.origin_of(info.cluster_id, info.trial.trial_id, info.attempt)
 
 
 def new_run_uuid(run: RunDirectory) -> str:

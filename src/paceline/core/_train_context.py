@@ -18,18 +18,8 @@ from typing import Any
 import msgspec
 
 from paceline import faults
+from paceline._base import journal_records as records
 from paceline._base.journal_reading_and_writing import JournalWriter
-from paceline._base.journal_records import (
-    ALERT_LEVELS,
-    MAX_STATUS,
-    AlertRaised,
-    EarlyExitReported,
-    ProgressReported,
-    RunMetadataSet,
-    StatusReported,
-    decode_value,
-    encode_metrics,
-)
 from paceline._base.progress_display import (
     COMPLETED,
     TrainingProgress,
@@ -372,7 +362,7 @@ class TrainContext(MediaReports):
         """
         encoded = self._report(_VALIDATION, steps_completed, metrics)
         if self._rank == 0 and self._searched_metric in encoded:
-            self._note_best(decode_value(encoded[self._searched_metric]))
+            self._note_best(records.decode_value(encoded[self._searched_metric]))
 
     def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
         """Report metrics of a group of your own; see `report_training_metrics`.
@@ -408,7 +398,7 @@ class TrainContext(MediaReports):
         self._check_chief()
         if not 0 <= progress <= 1:
             raise ValueError(f"`progress` must be from 0 to 1 inclusive, but got {progress}.")
-        self._journal.append(ProgressReported(time=time.time(), progress=float(progress)))
+        self._journal.append(records.ProgressReported(time=time.time(), progress=float(progress)))
         self._feedback.note_progress(progress)
 
     def report_early_exit(self, reason: EarlyExitReason | str) -> None:
@@ -426,7 +416,7 @@ class TrainContext(MediaReports):
         with self._lock:
             if not self._has_reported_exit:
                 self._has_reported_exit = True
-                self._journal.append(EarlyExitReported(time=time.time(), reason=value))
+                self._journal.append(records.EarlyExitReported(time=time.time(), reason=value))
 
     def set_status(self, status: str) -> None:
         """Report the current activity of the process, as a few words for people.
@@ -440,7 +430,9 @@ class TrainContext(MediaReports):
         self._check_chief()
         if not isinstance(status, str):
             raise TypeError(f"`status` must be a string, but got {status!r}.")
-        self._journal.append(StatusReported(time=time.time(), status=status[:MAX_STATUS]))
+        self._journal.append(
+            records.StatusReported(time=time.time(), status=status[: records.MAX_STATUS])
+        )
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Set the metadata of the whole run, replacing earlier metadata.
@@ -465,7 +457,7 @@ class TrainContext(MediaReports):
             )
         with self._lock:
             self._metadata = plain
-            self._journal.append(RunMetadataSet(time=time.time(), metadata=plain))
+            self._journal.append(records.RunMetadataSet(time=time.time(), metadata=plain))
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the metadata last set by `set_metadata`, in this attempt or an earlier attempt.
@@ -522,7 +514,7 @@ class TrainContext(MediaReports):
         told = self._control.read().best_validation
         if told is None:
             return self._best_here
-        best = float(decode_value(told))
+        best = float(records.decode_value(told))
         if self._best_here is None:
             return best
         return self._better(best, self._best_here)
@@ -591,7 +583,7 @@ class TrainContext(MediaReports):
         # Fast path for plain integers: reports are frequent.
         if type(steps_completed) is not int or not 0 <= steps_completed <= MAX_STEPS:
             steps_completed = checked_steps(steps_completed)
-        encoded = encode_metrics(metrics)
+        encoded = records.encode_metrics(metrics)
         if self._judged and group == _VALIDATION:
             check_judged(encoded, self._judged)
         if self._rank:
@@ -654,7 +646,7 @@ _LOGGED_LEVELS = {
 }
 
 
-def alert_of(title: str, description: str, level: str) -> AlertRaised:
+def alert_of(title: str, description: str, level: str) -> records.AlertRaised:
     """Return the record of an alert.
 
     Raises:
@@ -670,12 +662,14 @@ def alert_of(title: str, description: str, level: str) -> AlertRaised:
             )
     if not title and not description:
         raise ValueError("An alert must have a `title` or a `description`, but has neither.")
-    if level not in ALERT_LEVELS:
-        raise ValueError(f"`level` must be one of {', '.join(ALERT_LEVELS)}, but got {level!r}.")
-    return AlertRaised(time=time.time(), title=title, description=description, level=level)
+    if level not in records.ALERT_LEVELS:
+        raise ValueError(
+            f"`level` must be one of {', '.join(records.ALERT_LEVELS)}, but got {level!r}."
+        )
+    return records.AlertRaised(time=time.time(), title=title, description=description, level=level)
 
 
-def log_alert(alert: AlertRaised, rank: int) -> None:
+def log_alert(alert: records.AlertRaised, rank: int) -> None:
     """Log an alert of a run without a trial log."""
     text = ": ".join(filter(None, (alert.title, alert.description)))
     logger.log(_LOGGED_LEVELS[alert.level], "Alert of rank %d: %s", rank, text)

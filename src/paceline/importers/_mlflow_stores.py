@@ -13,15 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from paceline._base import journal_records as records
 from paceline._base.files import open_regular_below, opened_directory, read_limited
-from paceline._base.journal_records import (
-    AnyRecord,
-    AttemptFinished,
-    MediaReported,
-    MetricsReported,
-    RunMetadataSet,
-    encode_float,
-)
 from paceline._base.run_directory import check_file_path
 from paceline.config._read_yaml import parse_yaml
 from paceline.importers._run_writer import (
@@ -87,7 +80,7 @@ def _run_of_files(directory: Path, project: str, facts: dict[str, Any]) -> Sourc
     run_id = str(facts.get("run_id") or facts.get("run_uuid") or directory.name)
     facts |= {"run_id": run_id, "status": _STATUSES.get(str(facts.get("status")), "")}
 
-    def read(run: SourceRun, files: RunFiles) -> Iterator[AnyRecord]:
+    def read(run: SourceRun, files: RunFiles) -> Iterator[records.AnyRecord]:
         tags = dict(_texts(directory, "tags", run))
         run.hparams = {name: number_of(text) for name, text in _texts(directory, "params", run)}
         names = [*files_below(directory / "metrics")]
@@ -202,7 +195,7 @@ def read_database(path: Path, problems: list[str]) -> Iterator[SourceRun]:
 def _run_of_database(path: Path, database: sqlite3.Connection, facts: dict[str, Any]) -> SourceRun:
     run_id = str(facts["run_uuid"])
 
-    def read(run: SourceRun, files: RunFiles) -> Iterator[AnyRecord]:
+    def read(run: SourceRun, files: RunFiles) -> Iterator[records.AnyRecord]:
         def rows(columns: str, table: str, order: str) -> Iterator[Any]:
             # The names are the lines below, none comes from the store.
             query = f"SELECT {columns} FROM {table} WHERE run_uuid = ? ORDER BY {order}"  # noqa: S608
@@ -249,7 +242,7 @@ def _records(
     tags: dict[str, Any],
     points: Iterator[_Point],
     places: list[tuple[Path, str]],
-) -> Iterator[AnyRecord]:
+) -> Iterator[records.AnyRecord]:
     """Yield the records of a run of either store."""
     yield started(run.created)
     yield from _reports(points)
@@ -260,13 +253,13 @@ def _records(
     if not is_here and location and not _is_empty_place(location, places):
         run.problems.append(f"Artifacts at {location} are outside of the store")
     metadata = {"project": project, "tags": tags, "user": facts.get("user_id")}
-    yield RunMetadataSet(time=run.created, metadata=metadata)
+    yield records.RunMetadataSet(time=run.created, metadata=metadata)
     status, ended = facts.get("status"), _seconds(facts.get("end_time")) or run.created
     if status == "FINISHED":
-        yield AttemptFinished(time=ended, outcome="completed")
+        yield records.AttemptFinished(time=ended, outcome="completed")
     elif status in ("FAILED", "KILLED"):
         error = f"MLflow has the status {status} for the run."
-        yield AttemptFinished(time=ended, outcome="error", error=error)
+        yield records.AttemptFinished(time=ended, outcome="error", error=error)
 
 
 def _is_empty_place(location: str, places: list[tuple[Path, str]]) -> bool:
@@ -276,7 +269,7 @@ def _is_empty_place(location: str, places: list[tuple[Path, str]]) -> bool:
     return any(location.endswith("/".join(store.parts[-3:])) for store, _ in places)
 
 
-def _reports(points: Iterator[_Point]) -> Iterator[AnyRecord]:
+def _reports(points: Iterator[_Point]) -> Iterator[records.AnyRecord]:
     """Yield a row for all values of the same time and step; a name repeats in a further one."""
     place: tuple[int, int] | None = None
     rows: dict[str, dict[str, Any]] = {}
@@ -285,17 +278,19 @@ def _reports(points: Iterator[_Point]) -> Iterator[AnyRecord]:
         group = SYSTEM_GROUP if name.startswith(_SYSTEM) else GROUP
         if place is not None and (place != (time_ms, step) or name in rows.get(group, ())):
             for one, metrics in rows.items():
-                yield MetricsReported(
+                yield records.MetricsReported(
                     time=max(place[0], 0) / 1000, group=one, steps_completed=place[1],
                     metrics=metrics,
                 )  # fmt: skip
             rows = {}
         place = (time_ms, step)
         if name:
-            rows.setdefault(group, {})[name] = encode_float(value)
+            rows.setdefault(group, {})[name] = records.encode_float(value)
 
 
-def _artifacts(run: SourceRun, files: RunFiles, store: Path, prefix: str) -> Iterator[AnyRecord]:
+def _artifacts(
+    run: SourceRun, files: RunFiles, store: Path, prefix: str
+) -> Iterator[records.AnyRecord]:
     for link in links_below(store):
         run.problems.append(f"The artifact {link!r} is a link, which is not followed")
     for name in files_below(store):
@@ -306,7 +301,7 @@ def _artifacts(run: SourceRun, files: RunFiles, store: Path, prefix: str) -> Ite
             continue
         image = IMAGE_FILE.fullmatch(name) if prefix == "artifacts" else None
         kind = "image" if image else "file" if "compressed" in name else kind_of(file.media_type)
-        yield MediaReported(
+        yield records.MediaReported(
             time=run.created,
             group=GROUP,
             steps_completed=int(image["step"]) if image else 0,

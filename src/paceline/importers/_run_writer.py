@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import msgspec
 
+from paceline._base import journal_records as records
 from paceline._base.files import (
     open_regular_below,
     opened_directory,
@@ -24,17 +25,6 @@ from paceline._base.files import (
     write_atomically,
 )
 from paceline._base.journal_reading_and_writing import JournalWriter
-from paceline._base.journal_records import (
-    MAX_METADATA_BYTES,
-    AnyRecord,
-    AttemptFinished,
-    AttemptStarted,
-    MediaFile,
-    MediaReported,
-    MetricsReported,
-    RunMetadataSet,
-    encode_record,
-)
 from paceline._base.run_directory import JournalKey, RunDirectory, RunInfo, check_file_path
 from paceline.core._arguments import recordable
 from paceline.storage._directory_storage import DirectoryStorage
@@ -87,7 +77,7 @@ class RunFiles:
 
     def add_media(
         self, name: str, steps_completed: int, data: bytes, suffix: str, **facts: Any
-    ) -> MediaFile:
+    ) -> records.MediaFile:
         """Store the content of media under its own name, and return the record of the file.
 
         Args:
@@ -107,7 +97,9 @@ class RunFiles:
             write_atomically(self._root / path, data)
         return self._taken(path, digest, len(data), caption, facts)
 
-    def copy(self, store: Path, source: str, path: str, caption: str | None = None) -> MediaFile:
+    def copy(
+        self, store: Path, source: str, path: str, caption: str | None = None
+    ) -> records.MediaFile:
         """Copy a file of a store, and return its record.
 
         Args:
@@ -140,10 +132,10 @@ class RunFiles:
 
     def _taken(
         self, path: str, digest: str, size: int, caption: str | None, facts: dict[str, Any]
-    ) -> MediaFile:
+    ) -> records.MediaFile:
         self.num_files += 1
         media_type = mimetypes.guess_type(path)[0] or "application/octet-stream"
-        return MediaFile(
+        return records.MediaFile(
             path=path, digest=digest, size=size, media_type=media_type, caption=caption, facts=facts
         )
 
@@ -179,7 +171,7 @@ class SourceRun:
     source: str
     name: str
     created: float
-    read: "Callable[[SourceRun, RunFiles], Iterator[AnyRecord]]"
+    read: "Callable[[SourceRun, RunFiles], Iterator[records.AnyRecord]]"
     hparams: dict[str, Any] | None = None
     problems: list[str] = field(default_factory=list)
     info: RunInfo | None = None
@@ -213,9 +205,11 @@ class ImportedRun:
     problems: tuple[str, ...]
 
 
-def started(record_time: float, attempt: int = 0, steps_completed: int = 0) -> AttemptStarted:
+def started(
+    record_time: float, attempt: int = 0, steps_completed: int = 0
+) -> records.AttemptStarted:
     """Return the first record of a journal that an import writes."""
-    return AttemptStarted(
+    return records.AttemptStarted(
         time=record_time, attempt=attempt, generation=0, rank=0, world_size=1, pid=0, host="",
         resumed_from=None, steps_completed=steps_completed,
     )  # fmt: skip
@@ -325,22 +319,22 @@ class _Journals:
         self._last_step = 0
         self._moved: dict[JournalKey, JournalKey] = {}
         self._writers: dict[JournalKey, JournalWriter] = {}
-        self._start: AttemptStarted | None = None
+        self._start: records.AttemptStarted | None = None
         self.num_records = self.num_points = 0
         self._is_new = is_new
         if not is_new:
             for key in directory.journal_keys():
                 self._read(key)
 
-    def add(self, record: AnyRecord) -> None:
+    def add(self, record: records.AnyRecord) -> None:
         """Write a record, unless the run has it."""
-        if isinstance(record, AttemptStarted):
+        if isinstance(record, records.AttemptStarted):
             self._start = record
         left = record if self._is_new else self._without_known(record)
         if left is None:
             return
         self.num_records += 1
-        if isinstance(left, MetricsReported):
+        if isinstance(left, records.MetricsReported):
             self.num_points += len(left.metrics)
         if not self._dry_run:
             self._writer(left.time).append(left)
@@ -358,24 +352,24 @@ class _Journals:
             record = entry.decode()
             self._next[key] = entry.sequence + 1
             self._last_step = max(self._last_step, getattr(record, "steps_completed", 0))
-            if isinstance(record, MetricsReported):
+            if isinstance(record, records.MetricsReported):
                 self._known.update(_points(record).values())
-            elif isinstance(record, RunMetadataSet):
+            elif isinstance(record, records.RunMetadataSet):
                 self._metadata = record.metadata
             else:
                 self._known[_identity(record)] += 1
-            if isinstance(record, AttemptFinished):
+            if isinstance(record, records.AttemptFinished):
                 self._finished.add(key.attempt)
 
-    def _without_known(self, record: AnyRecord) -> AnyRecord | None:
+    def _without_known(self, record: records.AnyRecord) -> records.AnyRecord | None:
         """Return what is new of a record, None if nothing is."""
-        if isinstance(record, MetricsReported):
+        if isinstance(record, records.MetricsReported):
             new = [name for name, point in _points(record).items() if not self._take(point)]
             if len(new) == len(record.metrics):
                 return record
             metrics = {name: record.metrics[name] for name in new}
             return msgspec.structs.replace(record, metrics=metrics) if new else None
-        if isinstance(record, RunMetadataSet):
+        if isinstance(record, records.RunMetadataSet):
             return None if record.metadata == self._metadata else record
         return None if self._take(_identity(record)) else record
 
@@ -412,17 +406,19 @@ class _Journals:
         return self._writers[key]
 
 
-def _fit_record(record: AnyRecord, run: SourceRun) -> AnyRecord | None:
+def _fit_record(record: records.AnyRecord, run: SourceRun) -> records.AnyRecord | None:
     """Return a record that every reader takes; None, with a problem of the run, if it cannot be."""
     step = getattr(record, "steps_completed", 0)
     if not 0 <= step <= _MAX_STEP:
         run.problems.append(f"What was logged at step {step} has no place here")
         return None
-    if isinstance(record, (RunMetadataSet, MediaReported)):
-        size = len(encode_record(record))
-        if size > MAX_METADATA_BYTES:
+    if isinstance(record, (records.RunMetadataSet, records.MediaReported)):
+        size = len(records.encode_record(record))
+        if size > records.MAX_METADATA_BYTES:
             what = getattr(record, "name", "the metadata")
-            run.problems.append(f"{what!r} must have at most {MAX_METADATA_BYTES} bytes: {size}")
+            run.problems.append(
+                f"{what!r} must have at most {records.MAX_METADATA_BYTES} bytes: {size}"
+            )
             return None
     if not 0 <= record.time <= MAX_TIME_S:
         # Clients may give times in another unit.
@@ -430,7 +426,7 @@ def _fit_record(record: AnyRecord, run: SourceRun) -> AnyRecord | None:
     return record
 
 
-def _points(record: MetricsReported) -> dict[str, Any]:
+def _points(record: records.MetricsReported) -> dict[str, Any]:
     """Return what identifies each value of a report: not the time, as clients may round it."""
     group, step = record.group, record.steps_completed
     return {name: (group, step, name, _hashable(value)) for name, value in record.metrics.items()}
@@ -440,10 +436,10 @@ def _hashable(value: Any) -> Any:
     return value if isinstance(value, (float, int, str)) else msgspec.json.encode(value)
 
 
-def _identity(record: AnyRecord) -> Any:
-    if isinstance(record, AttemptStarted):
+def _identity(record: records.AnyRecord) -> Any:
+    if isinstance(record, records.AttemptStarted):
         return JournalKey(record.attempt, record.generation, record.rank)
-    return encode_record(msgspec.structs.replace(record, time=0.0))
+    return records.encode_record(msgspec.structs.replace(record, time=0.0))
 
 
 def _known_runs(into: Path) -> dict[str, Path]:

@@ -9,16 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline._base.journal_records import (
-    ALERT_LEVELS,
-    AlertRaised,
-    AnyRecord,
-    AttemptFinished,
-    MediaReported,
-    MetricsReported,
-    RunMetadataSet,
-    encode_metrics,
-)
+from paceline._base import journal_records as records
 from paceline.importers._mlflow_stores import open_database, table_names
 from paceline.importers._run_writer import (
     GROUP,
@@ -101,7 +92,7 @@ class _Project:
         except sqlite3.Error as error:
             made.problems.append(f"The table {table} cannot be read to its end: {error}")
 
-    def _records(self, run: str, made: SourceRun, files: RunFiles) -> Iterator[AnyRecord]:
+    def _records(self, run: str, made: SourceRun, files: RunFiles) -> Iterator[records.AnyRecord]:
         yield started(made.created)
         last = made.created
         for begun, step, content in self._rows(run, made, "timestamp, step, metrics", "metrics"):
@@ -109,8 +100,8 @@ class _Project:
             yield from self._reports(made, files, _seconds(begun), int(step), content)
         rows = self._rows(run, made, "timestamp, metrics", "system_metrics")
         for number, (begun, content) in enumerate(rows):
-            if metrics := encode_metrics(_values(made, content)):
-                yield MetricsReported(
+            if metrics := records.encode_metrics(_values(made, content)):
+                yield records.MetricsReported(
                     time=_seconds(begun), group=SYSTEM_GROUP, steps_completed=number,
                     metrics=metrics,
                 )  # fmt: skip
@@ -119,14 +110,14 @@ class _Project:
             config = _values(made, content)
             facts = {"project": self._name, "group": config.get("_Group")}
             facts["user"] = config.get("_Username")
-            yield RunMetadataSet(time=made.created, metadata=facts)
+            yield records.RunMetadataSet(time=made.created, metadata=facts)
             made.hparams = {name: each for name, each in config.items() if name[:1] != "_"}
         # The store does not say how a run has ended.
-        yield AttemptFinished(time=last, outcome="completed")
+        yield records.AttemptFinished(time=last, outcome="completed")
 
     def _reports(
         self, made: SourceRun, files: RunFiles, time: float, step: int, content: Any
-    ) -> Iterator[AnyRecord]:
+    ) -> Iterator[records.AnyRecord]:
         """Yield the metrics and the media of a row."""
         metrics: dict[str, Any] = {}
         for name, value in _values(made, content).items():
@@ -139,10 +130,15 @@ class _Project:
             except (KeyError, OSError, TypeError, ValueError) as error:
                 made.problems.append(f"{name!r:.80} at step {step} cannot be read: {error}")
                 continue
-            yield MediaReported(time=time, group=GROUP, steps_completed=step, name=name, **shown)
+            yield records.MediaReported(
+                time=time, group=GROUP, steps_completed=step, name=name, **shown
+            )
         if metrics:
-            yield MetricsReported(
-                time=time, group=GROUP, steps_completed=step, metrics=encode_metrics(metrics)
+            yield records.MetricsReported(
+                time=time,
+                group=GROUP,
+                steps_completed=step,
+                metrics=records.encode_metrics(metrics),
             )
 
     def _media_of(
@@ -171,13 +167,13 @@ class _Project:
         file = files.copy(self._media, path, f"media/{path}", caption and str(caption))
         return {"kind": _FILE_KINDS.get(kind, "file"), "files": [file]}
 
-    def _alerts(self, run: str, made: SourceRun) -> Iterator[AnyRecord]:
+    def _alerts(self, run: str, made: SourceRun) -> Iterator[records.AnyRecord]:
         for begun, title, text, level in self._rows(
             run, made, "timestamp, title, text, level", "alerts"
         ):
-            yield AlertRaised(
+            yield records.AlertRaised(
                 time=_seconds(begun), title=str(title), description=str(text or ""),
-                level=level if level in ALERT_LEVELS else "warn",
+                level=level if level in records.ALERT_LEVELS else "warn",
             )  # fmt: skip
 
 

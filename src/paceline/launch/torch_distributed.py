@@ -16,6 +16,7 @@ from paceline._base.gpus import num_visible_gpus
 from paceline._base.process_and_network import LOOPBACK, PortReservation, num_cores
 from paceline._base.run_memory import run_memory
 from paceline._base.terminal_text import join_colors
+from paceline._training.workers import worker_failures as failures
 from paceline._training.workers.launch_nodes import LaunchNodes
 from paceline._training.workers.process_pools import ProgramPool, WorkerCommand, WorkerVariables
 from paceline._training.workers.processes.leftover_processes import sweeping_after_kill
@@ -28,15 +29,6 @@ from paceline._training.workers.processes.template_client import Template
 from paceline._training.workers.processes.templates import template_of_ranks
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.run import LAUNCH_HINT, LaunchRun
-from paceline._training.workers.worker_failures import (
-    OUTPUT_IS,
-    NodesDifferError,
-    NotEnoughWorkersError,
-    ResourcesError,
-    RestartPolicy,
-    WorkerFailedError,
-    WorkerStartError,
-)
 from paceline._training.workers.worker_settings import check_crowd
 from paceline._training.workers.workers import ElasticLimits, Workers
 from paceline.launch._launcher_arguments import (
@@ -213,9 +205,9 @@ def launch(arguments: Sequence[str] | None, backend: Backend) -> int:
         return _INTERRUPTED
     except (
         LaunchArgumentError,
-        NodesDifferError,
-        NotEnoughWorkersError,
-        WorkerStartError,
+        failures.NodesDifferError,
+        failures.NotEnoughWorkersError,
+        failures.WorkerStartError,
     ) as error:
         print(f"paceline.launch.{backend.launcher}: error: {error}", file=sys.stderr)
         tell_runner(str(error))
@@ -239,7 +231,7 @@ def _run_workers(
     """
     limits, capacity = _worker_limits(options.num_workers, options.tensor_parallel_size)
     restarts = options.max_restarts if attempt is None else _restarts_on_nodes(options)
-    policy = RestartPolicy(restarts, option="--max-restarts", retries_errors=True)
+    policy = failures.RestartPolicy(restarts, option="--max-restarts", retries_errors=True)
     sizes = () if attempt is None else attempt.sizes_for(options)
     num_workers = sum(sizes) or limits.least
     nodes = _launch_nodes(options, num_workers, restarts, policy) if options.num_nodes > 1 else None
@@ -273,16 +265,18 @@ def _run_workers(
         with run_memory(is_wanted=restarts > 0) as memory:
             variables |= memory
             runner.run(lambda: workers.pool.program)
-    except (CollectiveMismatchError, WorkerFailedError) as error:
+    except (CollectiveMismatchError, failures.WorkerFailedError) as error:
         logger.error("%s", error)
         # Readers of the runner's report do not see the output beside it.
-        text, found, _ = str(error).partition(OUTPUT_IS)
+        text, found, _ = str(error).partition(failures.OUTPUT_IS)
         tell_runner(f"{text}." if found else text)
         return _exit_code(error, signal.SIGINT in runner.received)
     return 0
 
 
-def _exit_code(error: CollectiveMismatchError | WorkerFailedError, is_interrupted: bool) -> int:
+def _exit_code(
+    error: CollectiveMismatchError | failures.WorkerFailedError, is_interrupted: bool
+) -> int:
     """Return the exit code for an error: the code of the first worker to fail."""
     if isinstance(error, CollectiveMismatchError):
         return 1
@@ -307,7 +301,7 @@ def _restarts_on_nodes(options: LaunchOptions) -> int:
 
 
 def _launch_nodes(
-    options: LaunchOptions, num_workers: int, max_restarts: int, policy: RestartPolicy
+    options: LaunchOptions, num_workers: int, max_restarts: int, policy: failures.RestartPolicy
 ) -> LaunchNodes:
     port = options.master_port or _DEFAULT_PORT_OF_SEVERAL_NODES
     try:
@@ -375,7 +369,7 @@ def _worker_limits(
 def _check_crowd(num_workers: int) -> None:
     try:
         check_crowd(num_workers)
-    except ResourcesError as error:
+    except failures.ResourcesError as error:
         raise LaunchArgumentError(f"`--nproc-per-node` is too large. {error}") from error
 
 

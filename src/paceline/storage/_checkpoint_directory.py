@@ -19,23 +19,6 @@ from paceline._base.files import (
 )
 from paceline.storage import _checkpoint_errors, _checkpoint_files
 from paceline.storage._checkpoint_errors import CheckpointCorruptError, CheckpointWriteError
-from paceline.storage._checkpoint_files import (
-    MANIFEST_NAME,
-    MAX_TEXT_BYTES,
-    FileEntry,
-    Manifest,
-    ShardDone,
-    check_file_names,
-    decode_done,
-    decode_manifest,
-    digest_stream,
-    done_name,
-    empty_directory,
-    made_below,
-    newest_change,
-    no_regular_file,
-    walk_below,
-)
 from paceline.storage._checkpoint_storage import OPEN_NAME, UUID_FORM, check_uuid
 
 
@@ -74,7 +57,7 @@ class CheckpointDirectory:
             return False
         return True
 
-    def manifest(self) -> Manifest:
+    def manifest(self) -> _checkpoint_files.Manifest:
         """Return the checkpoint's manifest.
 
         Raises:
@@ -82,15 +65,17 @@ class CheckpointDirectory:
             CheckpointVersionError: It has another format version.
             FileNotFoundError: There is none.
         """
-        return decode_manifest(self._read(MANIFEST_NAME), self.path.name)
+        return _checkpoint_files.decode_manifest(
+            self._read(_checkpoint_files.MANIFEST_NAME), self.path.name
+        )
 
-    def done(self, rank: int) -> ShardDone | None:
+    def done(self, rank: int) -> _checkpoint_files.ShardDone | None:
         """Return a rank's done file, None if there is none; raises like `manifest`."""
         try:
-            data = self._read(done_name(rank))
+            data = self._read(_checkpoint_files.done_name(rank))
         except FileNotFoundError:
             return None
-        return decode_done(data, self.path.name, rank)
+        return _checkpoint_files.decode_done(data, self.path.name, rank)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file of the commit protocol durably.
@@ -100,12 +85,12 @@ class CheckpointDirectory:
         owner = None if self._owners is None else (self.facts.st_uid, self.facts.st_gid)
         _checkpoint_files.write_durably_below(self.descriptor, name, data, owner=owner)
 
-    def problems(self, files: Mapping[str, FileEntry]) -> dict[str, str]:
+    def problems(self, files: Mapping[str, _checkpoint_files.FileEntry]) -> dict[str, str]:
         """Return the problems of files by name, after comparing contents with the digests."""
         found = {name: self._problem(name, entry) for name, entry in files.items()}
         return {name: reason for name, reason in found.items() if reason is not None}
 
-    def _problem(self, name: str, entry: FileEntry) -> str | None:
+    def _problem(self, name: str, entry: _checkpoint_files.FileEntry) -> str | None:
         try:
             with self.open(name) as file:
                 return file_problem(file, entry)
@@ -116,14 +101,14 @@ class CheckpointDirectory:
 
     def _read(self, name: str) -> bytes:
         with self.open(name) as file, refusing_links(self.path):
-            return read_limited(file, MAX_TEXT_BYTES)
+            return read_limited(file, _checkpoint_files.MAX_TEXT_BYTES)
 
 
-def file_problem(file: IO[bytes], entry: FileEntry) -> str | None:
+def file_problem(file: IO[bytes], entry: _checkpoint_files.FileEntry) -> str | None:
     """Return the problem of an open file, read from its beginning; None if intact."""
     size = os.fstat(file.fileno()).st_size
     if size != entry.size:
-        return entry.difference(FileEntry(size, ""))
+        return entry.difference(_checkpoint_files.FileEntry(size, ""))
     found = _checkpoint_files.digest_stream(file)
     return None if found == entry else entry.difference(found)
 
@@ -236,9 +221,9 @@ def remove_leftover(
                         return False
                     if has_one_owner and not _is_owner_mark(markers, uuid, directory):
                         return False
-                    if not is_old(newest_change(directory)):
+                    if not is_old(_checkpoint_files.newest_change(directory)):
                         return False
-                    empty_directory(directory)
+                    _checkpoint_files.empty_directory(directory)
                 os.rmdir(uuid, dir_fd=above)
             except FileNotFoundError:
                 # Directory not made yet, or gone: the mark alone has an age.
@@ -253,7 +238,7 @@ def remove_leftover(
 
 def _has_manifest(directory: int) -> bool:
     try:
-        os.stat(MANIFEST_NAME, dir_fd=directory, follow_symlinks=False)
+        os.stat(_checkpoint_files.MANIFEST_NAME, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return False
     return True
@@ -305,13 +290,16 @@ class NewDirectory(CheckpointDirectory):
             f" (chmod +t {self.path.parent}) forbids it to other users."
         )
 
-    def copy_in(self, source: Path, name: str) -> FileEntry:
+    def copy_in(self, source: Path, name: str) -> _checkpoint_files.FileEntry:
         """Copy a file durably."""
         folder, _, last = name.rpartition("/")
-        with source.open("rb") as file, made_below(self.descriptor, folder) as parent:
+        with (
+            source.open("rb") as file,
+            _checkpoint_files.made_below(self.descriptor, folder) as parent,
+        ):
             return _checkpoint_files.copy_stream(file, Path(last), durable=True, directory=parent)
 
-    def sealed(self) -> dict[str, FileEntry]:
+    def sealed(self) -> dict[str, _checkpoint_files.FileEntry]:
         """Force the files to disk, and return their entries.
 
         Raises:
@@ -321,17 +309,19 @@ class NewDirectory(CheckpointDirectory):
         self.check_place()
         with _checkpoint_errors.naming_files_below(self.path):
             names = []
-            for found in walk_below(self.descriptor):
+            for found in _checkpoint_files.walk_below(self.descriptor):
                 if stat.S_ISREG(found.facts.st_mode):
                     names.append(found.path)
                 elif not stat.S_ISDIR(found.facts.st_mode):
-                    raise no_regular_file(found.path)
-            return _checkpoint_files.seal_files(self.descriptor, check_file_names(sorted(names)))
+                    raise _checkpoint_files.no_regular_file(found.path)
+            return _checkpoint_files.seal_files(
+                self.descriptor, _checkpoint_files.check_file_names(sorted(names))
+            )
 
     def remove(self) -> None:
         """Remove the directory with its contents, as far as possible."""
         with suppress(OSError):
-            empty_directory(self.descriptor)
+            _checkpoint_files.empty_directory(self.descriptor)
             os.rmdir(self.path.name, dir_fd=self._parent)
 
 
@@ -367,7 +357,9 @@ def made_directory(parent: int, path: Path, *, exist_ok: bool = False) -> Iterat
         os.close(descriptor)
 
 
-def move_files_up(own: int, directory: int, entries: Mapping[str, FileEntry]) -> None:
+def move_files_up(
+    own: int, directory: int, entries: Mapping[str, _checkpoint_files.FileEntry]
+) -> None:
     """Move a rank's files to where the checkpoint has them.
 
     If two ranks use one name at the same time, the commit notices.
@@ -381,7 +373,10 @@ def move_files_up(own: int, directory: int, entries: Mapping[str, FileEntry]) ->
     for name, entry in entries.items():
         folder, _, last = name.rpartition("/")
         try:
-            with made_below(directory, folder) as target, opened_below(own, folder) as source:
+            with (
+                _checkpoint_files.made_below(directory, folder) as target,
+                opened_below(own, folder) as source,
+            ):
                 if _is_there(target, last, name, entry):
                     continue
                 faults.reach("storage.before_move")
@@ -396,14 +391,14 @@ def move_files_up(own: int, directory: int, entries: Mapping[str, FileEntry]) ->
             ) from error
         # All but the checkpoint's own directory.
         folders.update(str(path) for path in PurePosixPath(name).parents[:-1])
-    empty_directory(own)
+    _checkpoint_files.empty_directory(own)
     # Folders of this rank only: directories of other ranks come and go meanwhile.
     for folder in folders:
         with opened_below(directory, folder) as each:
             os.fsync(each)
 
 
-def _is_there(target: int, last: str, name: str, entry: FileEntry) -> bool:
+def _is_there(target: int, last: str, name: str, entry: _checkpoint_files.FileEntry) -> bool:
     """Return whether a file is in a directory already.
 
     Raises:
@@ -415,7 +410,7 @@ def _is_there(target: int, last: str, name: str, entry: FileEntry) -> bool:
         return False
     if stat.S_ISREG(mode):
         with open_regular_below(target, last) as file:
-            if digest_stream(file) == entry:
+            if _checkpoint_files.digest_stream(file) == entry:
                 return True
     raise FileExistsError(
         "Files that several ranks store must have different names or the same content, but"

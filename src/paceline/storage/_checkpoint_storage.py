@@ -12,18 +12,12 @@ from uuid import UUID, uuid4, uuid5
 
 import msgspec
 
+from paceline.storage import _checkpoint_files
 from paceline.storage._checkpoint_errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointWriteError,
-)
-from paceline.storage._checkpoint_files import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    Selector,
-    ShardDone,
 )
 from paceline.storage._uploads import FileSender
 
@@ -143,7 +137,7 @@ class CheckpointStorage(ABC):
         """Remove the files of an uncommitted checkpoint."""
 
     @abstractmethod
-    def manifest(self, uuid: str) -> Manifest:
+    def manifest(self, uuid: str) -> _checkpoint_files.Manifest:
         """Return the manifest of a committed checkpoint.
 
         Raises:
@@ -153,12 +147,12 @@ class CheckpointStorage(ABC):
         """
 
     @abstractmethod
-    def problems(self, manifest: Manifest) -> dict[str, str]:
+    def problems(self, manifest: _checkpoint_files.Manifest) -> dict[str, str]:
         """Return the problems of a checkpoint's files: relative path to reason."""
 
     @abstractmethod
     def restore_path(
-        self, uuid: str, *, selects: Selector | None = None
+        self, uuid: str, *, selects: _checkpoint_files.Selector | None = None
     ) -> AbstractContextManager[Path]:
         """Return a context manager with a read-only directory of the verified files.
 
@@ -178,7 +172,9 @@ class CheckpointStorage(ABC):
         """
 
     @abstractmethod
-    def download(self, uuid: str, target: Path, *, selects: Selector | None = None) -> Manifest:
+    def download(
+        self, uuid: str, target: Path, *, selects: _checkpoint_files.Selector | None = None
+    ) -> _checkpoint_files.Manifest:
         """Copy a checkpoint's files, or the selected files, and verify the copies.
 
         Raises:
@@ -194,7 +190,9 @@ class CheckpointStorage(ABC):
             CheckpointNotFoundError: There is no such checkpoint.
         """
 
-    def delete_checked(self, uuid: str, check: Callable[[Manifest], None]) -> None:
+    def delete_checked(
+        self, uuid: str, check: Callable[[_checkpoint_files.Manifest], None]
+    ) -> None:
         """Delete a checkpoint with a readable manifest, if the check of the manifest passes.
 
         Raises:
@@ -220,16 +218,16 @@ class CheckpointStorage(ABC):
         """Return the UUIDs of all committed checkpoints, sorted."""
 
     @abstractmethod
-    def _read_done(self, uuid: str, rank: int) -> ShardDone | None:
+    def _read_done(self, uuid: str, rank: int) -> _checkpoint_files.ShardDone | None:
         """Return a rank's done file, or None if not written yet."""
 
     @abstractmethod
-    def _write_manifest(self, manifest: Manifest) -> None:
+    def _write_manifest(self, manifest: _checkpoint_files.Manifest) -> None:
         """Write the manifest atomically, after everything else is durable."""
 
     def commit(
         self, uuid: str, metadata: dict[str, Any], *, num_shards: int = 1, origin: str = ""
-    ) -> Manifest:
+    ) -> _checkpoint_files.Manifest:
         """Make a checkpoint exist, once all its shards are stored.
 
         Args:
@@ -244,7 +242,7 @@ class CheckpointStorage(ABC):
             FileExistsError: Another process has committed it, as far as the storage knows.
             CheckpointWriteError: The manifest cannot be written, or the storage does not answer.
         """
-        files: dict[str, FileEntry] = {}
+        files: dict[str, _checkpoint_files.FileEntry] = {}
         for rank in range(num_shards):
             done = self._done_of(uuid, rank)
             if done is None:
@@ -258,7 +256,7 @@ class CheckpointStorage(ABC):
                         f"The shards of checkpoint {uuid} must agree on every file they share,"
                         f" but rank {rank} holds another {path!r}."
                     )
-        manifest = Manifest(
+        manifest = _checkpoint_files.Manifest(
             uuid=uuid,
             created=time.time(),
             metadata=metadata,
@@ -268,7 +266,9 @@ class CheckpointStorage(ABC):
         self._write_manifest(manifest)
         return manifest
 
-    def delete_files(self, uuid: str, selects: Selector) -> Manifest:
+    def delete_files(
+        self, uuid: str, selects: _checkpoint_files.Selector
+    ) -> _checkpoint_files.Manifest:
         """Delete the selected files of a checkpoint, and return its new manifest.
 
         The other files stay as they are. The new manifest is written first, so a crash leaves
@@ -295,7 +295,7 @@ class CheckpointStorage(ABC):
         self.replace_manifest(smaller)
         return smaller
 
-    def replace_manifest(self, manifest: Manifest) -> None:
+    def replace_manifest(self, manifest: _checkpoint_files.Manifest) -> None:
         """Write a manifest with fewer files than the present manifest; remove the other files.
 
         Raises:
@@ -326,7 +326,7 @@ class CheckpointStorage(ABC):
         """
         return [rank for rank in range(num_shards) if self._done_of(uuid, rank) is None]
 
-    def _done_of(self, uuid: str, rank: int) -> ShardDone | None:
+    def _done_of(self, uuid: str, rank: int) -> _checkpoint_files.ShardDone | None:
         with failing_as_write(f"whether rank {rank} has stored its part of checkpoint {uuid}"):
             return self._read_done(uuid, rank)
 
@@ -338,7 +338,7 @@ class CheckpointStorage(ABC):
             return False
         return True
 
-    def verify(self, uuid: str) -> Manifest:
+    def verify(self, uuid: str) -> _checkpoint_files.Manifest:
         """Check every file of a checkpoint against its manifest, and return the manifest.
 
         Raises:
@@ -434,13 +434,13 @@ def reporting_deletion(path: Path) -> Iterator[None]:
     Raises:
         CheckpointNotFoundError: The body has failed, and the checkpoint is no longer there.
     """
-    was_whole, was_there = (path / MANIFEST_NAME).exists(), path.exists()
+    was_whole, was_there = (path / _checkpoint_files.MANIFEST_NAME).exists(), path.exists()
     try:
         yield
     except CheckpointNotFoundError:
         raise
     except (CheckpointError, ValueError, FileNotFoundError) as error:
-        is_whole = (path / MANIFEST_NAME).exists()
+        is_whole = (path / _checkpoint_files.MANIFEST_NAME).exists()
         # A deletion takes the manifest first.
         is_unfinished = not is_whole and (path.parent / OPEN_NAME / path.name).exists()
         if (was_whole and not is_whole) or (was_there and not path.exists()):

@@ -33,18 +33,6 @@ from paceline.storage._checkpoint_errors import (
     CheckpointError,
     CheckpointNotFoundError,
 )
-from paceline.storage._checkpoint_files import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    Selector,
-    ShardDone,
-    check_file_names,
-    done_name,
-    empty_directory,
-    encode_with_checksum,
-    sync_directories,
-)
 from paceline.storage._checkpoint_storage import (
     PROBE_BYTES,
     UUID_FORM,
@@ -109,11 +97,13 @@ class DirectoryStorage(CheckpointStorage):
             raise NotADirectoryError(
                 f"A checkpoint must be stored from a directory, but got {str(source)!r}."
             )
-        names = check_file_names(_checkpoint_files.list_files(source, follow_links=True))
+        names = _checkpoint_files.check_file_names(
+            _checkpoint_files.list_files(source, follow_links=True)
+        )
         self._check_uncommitted(self._path(uuid), rank)
         # Several ranks may bring their shards of one checkpoint, each its own files.
         with self._storing(uuid, is_shared=True) as directory:
-            entries: dict[str, FileEntry] = {}
+            entries: dict[str, _checkpoint_files.FileEntry] = {}
             for name in names:
                 if entries:
                     faults.reach("storage.between_files")
@@ -185,7 +175,9 @@ class DirectoryStorage(CheckpointStorage):
             sync_directory(path.parent)
 
     def _check_uncommitted(self, path: Path, rank: int) -> None:
-        if (path / MANIFEST_NAME).exists() or (path / done_name(rank)).exists():
+        if (path / _checkpoint_files.MANIFEST_NAME).exists() or (
+            path / _checkpoint_files.done_name(rank)
+        ).exists():
             raise FileExistsError(
                 f"A checkpoint is immutable, but {path.name} has a shard of rank {rank} already."
                 " Hint: store under a new UUID."
@@ -198,16 +190,16 @@ class DirectoryStorage(CheckpointStorage):
         """
         made = self._made_here.pop(uuid, None)
         with suppress(OSError, CheckpointCorruptError), self._opened(uuid) as directory:
-            if directory.has(MANIFEST_NAME):
+            if directory.has(_checkpoint_files.MANIFEST_NAME):
                 return
             # A directory that somebody has put in its place is not ours to empty.
             if made is None or os.path.samestat(made, directory.facts):
-                empty_directory(directory.descriptor)
+                _checkpoint_files.empty_directory(directory.descriptor)
                 with opened_directory(self._root) as root:
                     os.rmdir(uuid, dir_fd=root)
         mark_closed(self._root, uuid)
 
-    def manifest(self, uuid: str) -> Manifest:
+    def manifest(self, uuid: str) -> _checkpoint_files.Manifest:
         """Read ``manifest.json``."""
         try:
             with self._opened(uuid) as directory:
@@ -215,7 +207,7 @@ class DirectoryStorage(CheckpointStorage):
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self._not_found(uuid) from error
 
-    def problems(self, manifest: Manifest) -> dict[str, str]:
+    def problems(self, manifest: _checkpoint_files.Manifest) -> dict[str, str]:
         """Compare the size and digest of every file with the manifest's."""
         try:
             with self._opened(manifest.uuid) as directory:
@@ -224,7 +216,9 @@ class DirectoryStorage(CheckpointStorage):
             return dict.fromkeys(manifest.files, "is missing")
 
     @contextmanager
-    def restore_path(self, uuid: str, *, selects: Selector | None = None) -> Iterator[Path]:
+    def restore_path(
+        self, uuid: str, *, selects: _checkpoint_files.Selector | None = None
+    ) -> Iterator[Path]:
         """Verify the checkpoint, yield its own directory, and check for changes afterwards."""
         manifest = self.manifest(uuid).selected(selects)
         raise_if_damaged(uuid, self.problems(manifest))
@@ -261,7 +255,9 @@ class DirectoryStorage(CheckpointStorage):
                 size -= len(piece)
         return b"".join(pieces)
 
-    def download(self, uuid: str, target: Path, *, selects: Selector | None = None) -> Manifest:
+    def download(
+        self, uuid: str, target: Path, *, selects: _checkpoint_files.Selector | None = None
+    ) -> _checkpoint_files.Manifest:
         """Copy the files and compare the bytes read with the manifest."""
         manifest = self.manifest(uuid).selected(selects)
         target = Path(target)
@@ -283,7 +279,9 @@ class DirectoryStorage(CheckpointStorage):
         """Remove the manifest, then the files."""
         self._delete(uuid, lambda directory: None)
 
-    def delete_checked(self, uuid: str, check: Callable[[Manifest], None]) -> None:
+    def delete_checked(
+        self, uuid: str, check: Callable[[_checkpoint_files.Manifest], None]
+    ) -> None:
         """Remove the manifest, if readable and passing the check, then the files."""
         self._delete(uuid, lambda directory: check(directory.manifest()))
 
@@ -291,13 +289,13 @@ class DirectoryStorage(CheckpointStorage):
         try:
             with self._opened(uuid) as directory:
                 check(directory)
-                if directory.has(MANIFEST_NAME):
+                if directory.has(_checkpoint_files.MANIFEST_NAME):
                     mark_open(self._root, uuid)
-                os.unlink(MANIFEST_NAME, dir_fd=directory.descriptor)
+                os.unlink(_checkpoint_files.MANIFEST_NAME, dir_fd=directory.descriptor)
                 # Removal of the manifest on disk first: no power cut leaves it without its files.
                 os.fsync(directory.descriptor)
                 faults.reach("storage.after_manifest_deleted")
-                empty_directory(directory.descriptor)
+                _checkpoint_files.empty_directory(directory.descriptor)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self._not_found(uuid, " to be deleted") from error
         with opened_directory(self._root) as root:
@@ -309,13 +307,15 @@ class DirectoryStorage(CheckpointStorage):
             f"Checkpoint {uuid} must be committed in {self.url!r}{purpose}, but there is none."
         )
 
-    def replace_manifest(self, manifest: Manifest) -> None:
+    def replace_manifest(self, manifest: _checkpoint_files.Manifest) -> None:
         """Replace ``manifest.json``, then remove the files no longer named there."""
         with (
             _checkpoint_errors.durable_write_errors(manifest.uuid, self._root),
             self._opened(manifest.uuid) as directory,
         ):
-            directory.write(MANIFEST_NAME, encode_with_checksum(manifest))
+            directory.write(
+                _checkpoint_files.MANIFEST_NAME, _checkpoint_files.encode_with_checksum(manifest)
+            )
         faults.reach("storage.after_manifest_replaced")
         with self._opened(manifest.uuid) as directory:
             for name in manifest.deleted:
@@ -373,23 +373,26 @@ class DirectoryStorage(CheckpointStorage):
     def _has_manifest(self, uuid: str) -> bool:
         try:
             with self._opened(uuid) as directory:
-                return directory.has(MANIFEST_NAME)
+                return directory.has(_checkpoint_files.MANIFEST_NAME)
         except (OSError, CheckpointCorruptError):
             return False
 
-    def _read_done(self, uuid: str, rank: int) -> ShardDone | None:
+    def _read_done(self, uuid: str, rank: int) -> _checkpoint_files.ShardDone | None:
         try:
             with self._opened(uuid) as directory:
                 return directory.done(rank)
         except FileNotFoundError:
             return None
 
-    def _write_manifest(self, manifest: Manifest) -> None:
+    def _write_manifest(self, manifest: _checkpoint_files.Manifest) -> None:
         faults.reach("storage.before_manifest")
         try:
             with _checkpoint_errors.durable_write_errors(manifest.uuid, self._root):
                 with self._opened(manifest.uuid) as directory:
-                    directory.write(MANIFEST_NAME, encode_with_checksum(manifest))
+                    directory.write(
+                        _checkpoint_files.MANIFEST_NAME,
+                        _checkpoint_files.encode_with_checksum(manifest),
+                    )
                 # A power cut could otherwise take the checkpoint's own entry.
                 sync_directory(self._root)
         except BaseException:
@@ -408,15 +411,19 @@ class DirectoryStorage(CheckpointStorage):
         )
 
 
-def _finish_shard(directory: NewDirectory, rank: int, entries: dict[str, FileEntry]) -> None:
-    sync_directories(directory.descriptor)
+def _finish_shard(
+    directory: NewDirectory, rank: int, entries: dict[str, _checkpoint_files.FileEntry]
+) -> None:
+    _checkpoint_files.sync_directories(directory.descriptor)
     faults.reach("storage.before_done")
     _write_done(directory, rank, entries)
 
 
-def _write_done(directory: NewDirectory, rank: int, entries: dict[str, FileEntry]) -> None:
-    done = ShardDone(rank=rank, files=entries)
-    directory.write(done_name(rank), encode_with_checksum(done))
+def _write_done(
+    directory: NewDirectory, rank: int, entries: dict[str, _checkpoint_files.FileEntry]
+) -> None:
+    done = _checkpoint_files.ShardDone(rank=rank, files=entries)
+    directory.write(_checkpoint_files.done_name(rank), _checkpoint_files.encode_with_checksum(done))
     directory.check_place()
     faults.reach("storage.after_done")
 

@@ -13,20 +13,6 @@ from paceline import faults
 from paceline._base.files import NotRegularFileError, opened_below, opened_directory, sync_directory
 from paceline.storage import _checkpoint_errors, _checkpoint_files
 from paceline.storage._checkpoint_errors import CheckpointWriteError
-from paceline.storage._checkpoint_files import (
-    MANIFEST_NAME,
-    MAX_TEXT_BYTES,
-    FileEntry,
-    Manifest,
-    check_file_names,
-    decode_done,
-    decode_manifest,
-    done_name,
-    files_below,
-    made_below,
-    remove_below,
-    sync_directories,
-)
 from paceline.storage._checkpoint_storage import check_uuid
 from paceline.storage._directory_storage import DirectoryStorage
 
@@ -66,21 +52,25 @@ class IncomingCheckpoint:
         shards: Mapping[int, bytes],
     ) -> None:
         self._uuid = check_uuid(uuid)
-        if (num_bytes := sum(map(len, shards.values()))) > MAX_TEXT_BYTES:
+        if (num_bytes := sum(map(len, shards.values()))) > _checkpoint_files.MAX_TEXT_BYTES:
             raise ValueError(
-                f"The done files of checkpoint {uuid} must have at most {MAX_TEXT_BYTES} bytes in"
-                f" all, but have {num_bytes}."
+                f"The done files of checkpoint {uuid} must have at most"
+                f" {_checkpoint_files.MAX_TEXT_BYTES} bytes in all, but have {num_bytes}."
             )
-        self.files: dict[str, FileEntry] = {}
+        self.files: dict[str, _checkpoint_files.FileEntry] = {}
         for rank, text in shards.items():
-            self.files |= decode_done(text, uuid, rank).files
-        self._texts = {done_name(rank): text for rank, text in sorted(shards.items())}
-        self._manifest = None if manifest is None else decode_manifest(manifest, uuid)
+            self.files |= _checkpoint_files.decode_done(text, uuid, rank).files
+        self._texts = {
+            _checkpoint_files.done_name(rank): text for rank, text in sorted(shards.items())
+        }
+        self._manifest = (
+            None if manifest is None else _checkpoint_files.decode_manifest(manifest, uuid)
+        )
         if self._manifest is not None and manifest is not None:
             self.files = self._manifest.files
             # Last: without it, there is no checkpoint.
-            self._texts[MANIFEST_NAME] = manifest
-        check_file_names(list(map(_check_name, self.files)))
+            self._texts[_checkpoint_files.MANIFEST_NAME] = manifest
+        _checkpoint_files.check_file_names(list(map(_check_name, self.files)))
         self._storage = storage
         self._sender = check_uuid(sender)
         self._path = storage.root / _INCOMING_NAME / sender / uuid
@@ -91,7 +81,7 @@ class IncomingCheckpoint:
         return self._storage.url
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> _checkpoint_files.Manifest:
         """The manifest of the checkpoint."""
         assert self._manifest is not None
         return self._manifest
@@ -160,12 +150,12 @@ class IncomingCheckpoint:
                 for name, entry in files.items()
                 if found[name] != entry
             }
-            for name in files_below(directory):
+            for name in _checkpoint_files.files_below(directory):
                 # Stray files of an earlier manifest: they must not become part of the checkpoint.
                 if name in problems or name not in files:
                     os.unlink(name, dir_fd=directory)
             if not problems:
-                sync_directories(directory)
+                _checkpoint_files.sync_directories(directory)
                 for name, text in self._texts.items():
                     _checkpoint_files.write_durably_below(directory, name, text)
         return problems
@@ -191,7 +181,7 @@ class IncomingCheckpoint:
         """Remove the files arrived so far."""
         with suppress(OSError), _opened_incoming(self._storage.root) as (above, incoming):
             with suppress(OSError), opened_below(incoming, self._sender) as senders:
-                remove_below(senders, self._uuid)
+                _checkpoint_files.remove_below(senders, self._uuid)
             os.rmdir(self._sender, dir_fd=incoming)  # unless there are others
             os.rmdir(_INCOMING_NAME, dir_fd=above)
 
@@ -220,7 +210,7 @@ class IncomingCheckpoint:
                 (root / _INCOMING_NAME).mkdir(mode=0o700)
             with _opened_incoming(root) as (_, incoming):
                 place = PurePosixPath(self._sender, self._uuid, folder)
-                with made_below(incoming, str(place)) as directory:
+                with _checkpoint_files.made_below(incoming, str(place)) as directory:
                     yield directory
 
 
@@ -230,7 +220,7 @@ def forget_incoming(root: Path, is_wanted: Callable[[str], bool]) -> None:
         for sender in sorted(os.listdir(incoming)):
             if not is_wanted(sender):
                 with suppress(OSError):
-                    remove_below(incoming, sender)
+                    _checkpoint_files.remove_below(incoming, sender)
         os.rmdir(_INCOMING_NAME, dir_fd=above)
 
 

@@ -20,18 +20,6 @@ from paceline.storage._checkpoint_errors import (
     CheckpointWriteError,
     failing_store_of,
 )
-from paceline.storage._checkpoint_files import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    Selector,
-    ShardDone,
-    check_file_names,
-    decode_done,
-    decode_manifest,
-    done_name,
-    encode_with_checksum,
-)
 from paceline.storage._checkpoint_storage import (
     PROBE_BYTES,
     CheckpointStorage,
@@ -58,15 +46,15 @@ class RecentRecords:
     """Keep the records of ranks for a second after they were put or read; for any thread."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, int], tuple[float, ShardDone]] = {}
+        self._seen: dict[tuple[str, int], tuple[float, _checkpoint_files.ShardDone]] = {}
 
-    def note(self, uuid: str, done: ShardDone) -> None:
+    def note(self, uuid: str, done: _checkpoint_files.ShardDone) -> None:
         """Remember a record known to be in the store now."""
         now = time.clock_gettime(_CLOCK)
         recent = {key: seen for key, seen in self._seen.copy().items() if now - seen[0] < _RECENT_S}
         self._seen = {**recent, (uuid, done.rank): (now, done)}
 
-    def find(self, uuid: str, rank: int) -> ShardDone | None:
+    def find(self, uuid: str, rank: int) -> _checkpoint_files.ShardDone | None:
         """Return a rank's record if known to be in the store a moment ago."""
         seen_s, done = self._seen.get((uuid, rank), (0.0, None))
         return done if time.clock_gettime(_CLOCK) - seen_s < _RECENT_S else None
@@ -287,7 +275,9 @@ class ObjectStorage(CheckpointStorage):
     def _put_all(self, upload: ShardUpload, source: Path, *, follow_links: bool = False) -> None:
         """Upload a directory's files, wait for background uploads, then write the done file."""
         uuid, rank = upload.uuid, upload.rank
-        names = check_file_names(_checkpoint_files.list_files(source, follow_links=follow_links))
+        names = _checkpoint_files.check_file_names(
+            _checkpoint_files.list_files(source, follow_links=follow_links)
+        )
         upload.check_new(names)
         num_files = upload.num_begun + len(names)
 
@@ -303,17 +293,20 @@ class ObjectStorage(CheckpointStorage):
         upload.send_together(small, send)
         upload.wait()
         faults.reach("storage.before_done")
-        done = ShardDone(rank=rank, files=dict(sorted(upload.entries.items())))
+        done = _checkpoint_files.ShardDone(rank=rank, files=dict(sorted(upload.entries.items())))
         with naming_object(uuid, rank, "the list of its files"):
             try:
-                self._put_new(f"{uuid}/{done_name(rank)}", encode_with_checksum(done))
+                self._put_new(
+                    f"{uuid}/{_checkpoint_files.done_name(rank)}",
+                    _checkpoint_files.encode_with_checksum(done),
+                )
             except FileExistsError as error:
                 raise stored_before(uuid, rank) from error
         if self._keeps_writers_apart:
             self._recent.note(uuid, done)
         faults.reach("storage.after_done")
 
-    def _send(self, key: str, file: Path, timeout_s: float) -> FileEntry:
+    def _send(self, key: str, file: Path, timeout_s: float) -> _checkpoint_files.FileEntry:
         """Store a file within a time, where the store has limits, and return size and digest."""
         entry = _checkpoint_files.digest_file(file)
         self.put(key, file)
@@ -355,34 +348,37 @@ class ObjectStorage(CheckpointStorage):
             # Mark and listing at the same time: each is a round trip to the store.
             calls.start(partial(OpenMarkers(self).add, uuid))
             keys = {each.key for each in self.objects(f"{uuid}/")}
-        if keys & {f"{uuid}/{MANIFEST_NAME}", f"{uuid}/{done_name(rank)}"}:
+        if keys & {
+            f"{uuid}/{_checkpoint_files.MANIFEST_NAME}",
+            f"{uuid}/{_checkpoint_files.done_name(rank)}",
+        }:
             raise stored_before(uuid, rank)
 
     def discard(self, uuid: str) -> None:
         """Remove the objects of a checkpoint without a manifest."""
         self._recent.forget(uuid)
         keys = [each.key for each in self.objects(f"{check_uuid(uuid)}/")]
-        if f"{uuid}/{MANIFEST_NAME}" not in keys:
+        if f"{uuid}/{_checkpoint_files.MANIFEST_NAME}" not in keys:
             self.remove([*keys, OpenMarkers(self).key(uuid)])
 
-    def _read_done(self, uuid: str, rank: int) -> ShardDone | None:
+    def _read_done(self, uuid: str, rank: int) -> _checkpoint_files.ShardDone | None:
         recent = self._recent.find(uuid, rank)
         if recent is not None:
             return recent
-        data = self._read_whole(f"{uuid}/{done_name(rank)}")
+        data = self._read_whole(f"{uuid}/{_checkpoint_files.done_name(rank)}")
         if data is None:
             return None
-        done = decode_done(data, uuid, rank)
+        done = _checkpoint_files.decode_done(data, uuid, rank)
         if self._keeps_writers_apart:
             self._recent.note(uuid, done)
         return done
 
-    def _write_manifest(self, manifest: Manifest) -> None:
-        key = f"{manifest.uuid}/{MANIFEST_NAME}"
+    def _write_manifest(self, manifest: _checkpoint_files.Manifest) -> None:
+        key = f"{manifest.uuid}/{_checkpoint_files.MANIFEST_NAME}"
         self._check_stored(manifest)
         faults.reach("storage.before_manifest")
         try:
-            self._put_new(key, encode_with_checksum(manifest))
+            self._put_new(key, _checkpoint_files.encode_with_checksum(manifest))
         except FileExistsError as error:
             raise FileExistsError(
                 f"A checkpoint must be committed once, but another process has committed"
@@ -398,7 +394,7 @@ class ObjectStorage(CheckpointStorage):
         with suppress(CheckpointError):
             self.remove([OpenMarkers(self).key(manifest.uuid)])
 
-    def _check_stored(self, manifest: Manifest) -> None:
+    def _check_stored(self, manifest: _checkpoint_files.Manifest) -> None:
         """Check the presence of all files: other processes may have removed some meanwhile."""
         uuid = manifest.uuid
         with failing_as_write(f"whether all files of checkpoint {uuid} are in {self.url!r} still"):
@@ -416,37 +412,41 @@ class ObjectStorage(CheckpointStorage):
 
     # ---- restoring -----------------------------------------------------------------------
 
-    def manifest(self, uuid: str) -> Manifest:
+    def manifest(self, uuid: str) -> _checkpoint_files.Manifest:
         """Read the object ``manifest.json``."""
-        data = self._read_whole(f"{check_uuid(uuid)}/{MANIFEST_NAME}")
+        data = self._read_whole(f"{check_uuid(uuid)}/{_checkpoint_files.MANIFEST_NAME}")
         if data is None:
             raise CheckpointNotFoundError(
                 f"Checkpoint {uuid} must be committed in {self.url!r}, but there is none."
             )
-        return decode_manifest(data, uuid)
+        return _checkpoint_files.decode_manifest(data, uuid)
 
     def read_file(self, uuid: str, name: str, offset: int, size: int) -> bytes:
         """Return a piece of a file of a checkpoint."""
         return self.read(f"{check_uuid(uuid)}/{name}", offset, size)
 
-    def problems(self, manifest: Manifest) -> dict[str, str]:
+    def problems(self, manifest: _checkpoint_files.Manifest) -> dict[str, str]:
         """Read every file, and compare its size and digest with the manifest's."""
         return self._fetched(manifest, None)
 
     @contextmanager
-    def restore_path(self, uuid: str, *, selects: Selector | None = None) -> Iterator[Path]:
+    def restore_path(
+        self, uuid: str, *, selects: _checkpoint_files.Selector | None = None
+    ) -> Iterator[Path]:
         """Yield a temporary directory with verified copies of the files."""
         with temporary_directory() as path:
             self.download(uuid, path, selects=selects)
             yield path
 
-    def download(self, uuid: str, target: Path, *, selects: Selector | None = None) -> Manifest:
+    def download(
+        self, uuid: str, target: Path, *, selects: _checkpoint_files.Selector | None = None
+    ) -> _checkpoint_files.Manifest:
         """Copy the files and compare the bytes read with the manifest."""
         manifest = self.manifest(uuid).selected(selects)
         raise_if_damaged(uuid, self._fetched(manifest, Path(target)))
         return manifest
 
-    def _fetched(self, manifest: Manifest, target: Path | None) -> dict[str, str]:
+    def _fetched(self, manifest: _checkpoint_files.Manifest, target: Path | None) -> dict[str, str]:
         """Read all files, into a directory if given, and return their problems by name."""
         problems = {}
         for name, entry in manifest.files.items():
@@ -460,7 +460,7 @@ class ObjectStorage(CheckpointStorage):
                 problems[name] = entry.difference(found)
         return problems
 
-    def _fetch(self, key: str, path: Path | None) -> FileEntry:
+    def _fetch(self, key: str, path: Path | None) -> _checkpoint_files.FileEntry:
         hasher, size = xxhash.xxh3_128(), 0
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -470,7 +470,7 @@ class ObjectStorage(CheckpointStorage):
                 size += len(data)
                 if file is not None:
                     file.write(data)
-        return FileEntry(size, hasher.hexdigest())
+        return _checkpoint_files.FileEntry(size, hasher.hexdigest())
 
     def _read_whole(self, key: str) -> bytes | None:
         try:
@@ -494,20 +494,23 @@ class ObjectStorage(CheckpointStorage):
 
     def delete(self, uuid: str) -> None:
         """Remove the manifest, then the files."""
-        if self._read_whole(f"{check_uuid(uuid)}/{MANIFEST_NAME}") is None:
+        if self._read_whole(f"{check_uuid(uuid)}/{_checkpoint_files.MANIFEST_NAME}") is None:
             raise CheckpointNotFoundError(
                 f"Checkpoint {uuid} must be committed in {self.url!r} to be deleted, but there is"
                 " none."
             )
         # Mark before the removal: a sweep completes an interrupted deletion.
         OpenMarkers(self).add(uuid)
-        self.remove([f"{uuid}/{MANIFEST_NAME}"])
+        self.remove([f"{uuid}/{_checkpoint_files.MANIFEST_NAME}"])
         faults.reach("storage.after_manifest_deleted")
         self.discard(uuid)
 
-    def replace_manifest(self, manifest: Manifest) -> None:
+    def replace_manifest(self, manifest: _checkpoint_files.Manifest) -> None:
         """Replace the manifest, then remove the objects no longer named there."""
-        self._put_data(f"{manifest.uuid}/{MANIFEST_NAME}", encode_with_checksum(manifest))
+        self._put_data(
+            f"{manifest.uuid}/{_checkpoint_files.MANIFEST_NAME}",
+            _checkpoint_files.encode_with_checksum(manifest),
+        )
         faults.reach("storage.after_manifest_replaced")
         self.remove([f"{manifest.uuid}/{name}" for name in manifest.deleted])
 
@@ -519,7 +522,7 @@ class ObjectStorage(CheckpointStorage):
             if among is not None and uuid not in among:
                 continue
             stored = self.objects(f"{uuid}/")
-            if f"{uuid}/{MANIFEST_NAME}" in {each.key for each in stored}:
+            if f"{uuid}/{_checkpoint_files.MANIFEST_NAME}" in {each.key for each in stored}:
                 # A crash right after the commit left the mark.
                 self.remove([markers.key(uuid)])
             elif markers.is_left(mark, stored, older_than_s):
@@ -530,4 +533,4 @@ class ObjectStorage(CheckpointStorage):
     def list(self) -> UuidList:
         """Return the UUIDs of the checkpoints with a manifest."""
         split = (each.key.partition("/") for each in self.objects(""))
-        return sorted(uuid for uuid, _, name in split if name == MANIFEST_NAME)
+        return sorted(uuid for uuid, _, name in split if name == _checkpoint_files.MANIFEST_NAME)

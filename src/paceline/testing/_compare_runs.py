@@ -11,14 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from paceline._base.journal_records import (
-    AttemptFinished,
-    AttemptStarted,
-    CheckpointDeleted,
-    CheckpointFilesDeleted,
-    CheckpointStored,
-    MetricsReported,
-)
+from paceline._base import journal_records as records
 from paceline._base.run_directory import RunDirectory
 from paceline.core._read_runs import RUNS_DIRECTORY, read_metrics
 from paceline.storage._storage_from_url import storage_from
@@ -113,7 +106,7 @@ class RunAttempt:
 
     start_step: int = 0
     resumed_from: str | None = None
-    checkpoints: list[CheckpointStored] = field(default_factory=list)
+    checkpoints: list[records.CheckpointStored] = field(default_factory=list)
     reported_steps: list[int] = field(default_factory=list)
     outcome: str | None = None
 
@@ -144,7 +137,7 @@ class RunFacts:
         return self.attempts[-1].outcome if self.attempts else None
 
     @property
-    def final_checkpoint(self) -> CheckpointStored | None:
+    def final_checkpoint(self) -> records.CheckpointStored | None:
         """Last checkpoint stored and not deleted."""
         kept = [
             stored
@@ -215,9 +208,9 @@ def read_run_facts(
         for entry in run.reader(key):
             record = entry.decode()
             _take_in(attempt, record)
-            if isinstance(record, MetricsReported):
+            if isinstance(record, records.MetricsReported):
                 groups.add(record.group)
-            elif isinstance(record, (CheckpointDeleted, CheckpointFilesDeleted)):
+            elif isinstance(record, (records.CheckpointDeleted, records.CheckpointFilesDeleted)):
                 deleted.add(record.uuid)
     return RunFacts(
         path=path,
@@ -230,13 +223,13 @@ def read_run_facts(
 
 
 def _take_in(attempt: RunAttempt, record: object) -> None:
-    if isinstance(record, AttemptStarted):
+    if isinstance(record, records.AttemptStarted):
         attempt.start_step, attempt.resumed_from = record.steps_completed, record.resumed_from
-    elif isinstance(record, CheckpointStored):
+    elif isinstance(record, records.CheckpointStored):
         attempt.checkpoints.append(record)
-    elif isinstance(record, MetricsReported):
+    elif isinstance(record, records.MetricsReported):
         attempt.reported_steps.append(record.steps_completed)
-    elif isinstance(record, AttemptFinished):
+    elif isinstance(record, records.AttemptFinished):
         attempt.outcome = record.outcome
 
 

@@ -20,6 +20,7 @@ from paceline._training.masterless_search_trials import (
 )
 from paceline.config._validate_config import validate_config
 from paceline.core._run_opening import local_directory
+from paceline.search import _search_messages as messages
 from paceline.search._sampler_program import SamplerProgram
 from paceline.search._samplers import (
     Ask,
@@ -31,17 +32,6 @@ from paceline.search._samplers import (
     recalled_from,
 )
 from paceline.search._search import Search
-from paceline.search._search_messages import (
-    Create,
-    Exited,
-    ExitReason,
-    Input,
-    Proposed,
-    Reported,
-    Started,
-    Stop,
-    input_from_json,
-)
 
 # So many trials may be open at once.
 _OPEN = 256
@@ -146,7 +136,7 @@ class Study:
         self.trials: list[StudyTrial] = []
         """All trials, in the order of `ask`; those of an earlier process first."""
         self._by_id: dict[str, StudyTrial] = {}
-        self._proposals: deque[Proposed] = deque()
+        self._proposals: deque[messages.Proposed] = deque()
         self._search = Search(
             config.search_config(), config.hyperparameters, self.seed, is_asking=True
         )
@@ -165,14 +155,14 @@ class Study:
     def _begin(self) -> None:
         earlier = [] if self._journal is None else list(self._journal.earlier())
         for record in earlier:
-            self._apply(input_from_json(msgspec.json.encode(record.input)))
+            self._apply(messages.input_from_json(msgspec.json.encode(record.input)))
         if earlier:
             return
         for path in self._section.warm_start_from:
             self._take(recalled_from(str(path), self._search.space, self._section.metric))
         if self._section.limits is not None:
             self._take(self._section.limits.as_input())
-        self._take(Started())
+        self._take(messages.Started())
 
     def __enter__(self) -> Study:
         return self
@@ -240,15 +230,17 @@ class Study:
             ValueError: The space does not have such hyperparameters.
         """
         self._search.space.check(merged(self._search.space.sample(Rng(0)), dict(hparams)))
-        given = Proposed(request_id="", hparams=dict(hparams), by=by, why=why)
+        given = messages.Proposed(request_id="", hparams=dict(hparams), by=by, why=why)
         self._proposals.append(given)
 
-    def _proposed(self, create: Create) -> Proposed | None:
+    def _proposed(self, create: messages.Create) -> messages.Proposed | None:
         if not self._proposals:
             return None
         given = self._proposals.popleft()
         hparams = self._search.space.check(merged(create.hparams, given.hparams))
-        return Proposed(request_id=create.request_id, hparams=hparams, by=given.by, why=given.why)
+        return messages.Proposed(
+            request_id=create.request_id, hparams=hparams, by=given.by, why=given.why
+        )
 
     def state(self) -> dict[str, Any]:
         """Return where the study stands, as JSON for a person or a language model.
@@ -289,7 +281,9 @@ class Study:
         first, *others = self._numbers(value)
         time = _number("time", time)
         self._check_open(trial)
-        self._take(Reported(request_id=trial._id, time=time, metric=first, others=tuple(others)))
+        self._take(
+            messages.Reported(request_id=trial._id, time=time, metric=first, others=tuple(others))
+        )
         return not trial.is_stopped
 
     def tell(self, trial: StudyTrial, value: float | Iterable[float] | None = None) -> None:
@@ -306,7 +300,7 @@ class Study:
         """
         if value is not None:
             self.report(trial, value, self._section.length or 1)
-        self._end(trial, ExitReason.COMPLETED)
+        self._end(trial, messages.ExitReason.COMPLETED)
 
     def fail(self, trial: StudyTrial, *, is_invalid: bool = False) -> None:
         """End a failed trial.
@@ -315,7 +309,9 @@ class Study:
             trial: The trial.
             is_invalid: Its hyperparameters cannot work; another takes its place.
         """
-        self._end(trial, ExitReason.INVALID_HP if is_invalid else ExitReason.ERROR)
+        self._end(
+            trial, messages.ExitReason.INVALID_HP if is_invalid else messages.ExitReason.ERROR
+        )
 
     def _numbers(self, value: Any) -> list[float]:
         metrics = self._section.metrics
@@ -329,9 +325,9 @@ class Study:
             raise ValueError(wrong("value", needed, value))
         return values
 
-    def _end(self, trial: StudyTrial, reason: ExitReason) -> None:
+    def _end(self, trial: StudyTrial, reason: messages.ExitReason) -> None:
         self._check_open(trial)
-        self._take(Exited(request_id=trial._id, reason=reason))
+        self._take(messages.Exited(request_id=trial._id, reason=reason))
 
     def _check_open(self, trial: StudyTrial) -> None:
         if trial.is_over:
@@ -339,7 +335,7 @@ class Study:
                 f"Trial {trial.number} must be open, but it has ended.\nHint: tell each trial once."
             )
 
-    def _take(self, given: Input) -> None:
+    def _take(self, given: messages.Input) -> None:
         if self._is_closed:
             raise RuntimeError(
                 "A study must be open to be asked and told, but `close` has left its directory.\n"
@@ -349,19 +345,19 @@ class Study:
         if self._journal is not None:
             self._journal.add(given)
 
-    def _apply(self, given: Input) -> None:
+    def _apply(self, given: messages.Input) -> None:
         for operation in self._search.apply(given):
-            if isinstance(operation, Stop):
+            if isinstance(operation, messages.Stop):
                 self._by_id[operation.request_id].is_stopped = True
-            elif isinstance(operation, Create) and isinstance(given, Proposed):
+            elif isinstance(operation, messages.Create) and isinstance(given, messages.Proposed):
                 self._add(operation, given)
-        if isinstance(given, Exited):
+        if isinstance(given, messages.Exited):
             self._by_id[given.request_id].is_over = True
-        elif isinstance(given, Reported) and self._section.objectives:
+        elif isinstance(given, messages.Reported) and self._section.objectives:
             trial = self._by_id[given.request_id]
             trial.values = self._search.values_of(given.request_id)
             trial.value = next(iter(trial.values), None)
-        elif isinstance(given, Reported) and math.isfinite(given.metric):
+        elif isinstance(given, messages.Reported) and math.isfinite(given.metric):
             trial, sign = (
                 self._by_id[given.request_id],
                 1 if self._section.smaller_is_better else -1,
@@ -369,7 +365,7 @@ class Study:
             if trial.value is None or sign * given.metric < sign * trial.value:
                 trial.value = given.metric
 
-    def _add(self, create: Create, proposed: Proposed) -> None:
+    def _add(self, create: messages.Create, proposed: messages.Proposed) -> None:
         trial = StudyTrial(
             number=len(self.trials) + 1,
             hparams=create.hparams,

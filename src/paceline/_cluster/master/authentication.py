@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Row, delete, insert, or_, select, update
+import sqlalchemy as sa
 
 from paceline._base.files import TOKEN_PREFIX, make_secret
 from paceline._cluster.master.store import tables, user_tables
@@ -71,7 +71,7 @@ class AttemptTokens:
         """Return whether the attempt is there, and did not end more than a day ago."""
         attempts = tables.attempts.c
         with self._database.read() as connection:
-            query = select(attempts.ended_at).where(attempts.id == attempt_id)
+            query = sa.select(attempts.ended_at).where(attempts.id == attempt_id)
             row = connection.execute(query).first()
         if row is None or (row.ended_at is not None and row.ended_at < time.time() - _AFTER_END_S):
             return False
@@ -85,7 +85,7 @@ class AttemptTokens:
         """Return whether an attempt runs the code of a digest."""
         attempts, experiments = tables.attempts, tables.experiments
         query = (
-            select(experiments.c.context_digest)
+            sa.select(experiments.c.context_digest)
             .join(attempts, attempts.c.experiment_id == experiments.c.id)
             .where(attempts.c.id == attempt_id)
         )
@@ -268,7 +268,9 @@ class Passwords:
     def are_set(self) -> bool:
         """Return whether any user has a password."""
         with self._database.read() as connection:
-            query = select(user_tables.users.c.name).where(user_tables.users.c.password_hash != "")
+            query = sa.select(user_tables.users.c.name).where(
+                user_tables.users.c.password_hash != ""
+            )
             return connection.execute(query.limit(1)).first() is not None
 
     def set(self, user: str, password: str) -> "Future[None]":
@@ -281,14 +283,14 @@ class Passwords:
         def job(transaction: Transaction) -> None:
             connection = transaction.connection
             values = {"password_hash": hashed, "changed_at": time.time()}
-            change = update(users).where(users.c.name == user).values(**values)
+            change = sa.update(users).where(users.c.name == user).values(**values)
             if not connection.execute(change).rowcount:
                 row = {"name": user, "is_admin": user == FIRST_USER}
-                connection.execute(insert(users).values(**row, **values))
+                connection.execute(sa.insert(users).values(**row, **values))
             # Who has a password is no longer whoever has the name at a provider.
             awaited = (users.c.name == user, users.c.oidc_subject == "*")
-            connection.execute(update(users).where(*awaited).values(oidc_subject=None))
-            connection.execute(delete(sign_ins).where(sign_ins.c.user == user))
+            connection.execute(sa.update(users).where(*awaited).values(oidc_subject=None))
+            connection.execute(sa.delete(sign_ins).where(sign_ins.c.user == user))
             # A power cut must not bring the old password back.
             transaction.force()
 
@@ -335,7 +337,7 @@ class Passwords:
 
         with self._database.read() as connection:
             users = user_tables.users.c
-            query = select(users.password_hash).where(users.name == user, users.is_active)
+            query = sa.select(users.password_hash).where(users.name == user, users.is_active)
             # Empty without a password.
             stored = connection.execute(query).scalar() or None
         try:
@@ -360,12 +362,12 @@ class SignIns:
 
         def job(transaction: Transaction) -> None:
             connection = transaction.connection
-            connection.execute(delete(sign_ins).where(sign_ins.c.expires_at <= now))
+            connection.execute(sa.delete(sign_ins).where(sign_ins.c.expires_at <= now))
             values = {"digest": _digest(secret), "user": user, "created_at": now}
             # A user that was removed meanwhile may come back one day, without what was opened.
-            query = select(users.name).where(users.name == user, users.is_active)
+            query = sa.select(users.name).where(users.name == user, users.is_active)
             if connection.execute(query).first() is not None:
-                connection.execute(insert(sign_ins).values(**values, expires_at=now + length_s))
+                connection.execute(sa.insert(sign_ins).values(**values, expires_at=now + length_s))
 
         self._database.write(job).result()
         return secret
@@ -373,7 +375,7 @@ class SignIns:
     def user_of(self, secret: str) -> str | None:
         """Return the user of a sign-in's secret, None for an unknown or expired secret."""
         sign_ins = user_tables.sign_ins
-        query = select(sign_ins.c.user).where(
+        query = sa.select(sign_ins.c.user).where(
             sign_ins.c.digest == _digest(secret), sign_ins.c.expires_at > time.time()
         )
         with self._database.read() as connection:
@@ -385,7 +387,7 @@ class SignIns:
 
         def job(transaction: Transaction) -> None:
             transaction.connection.execute(
-                delete(sign_ins).where(sign_ins.c.digest == _digest(secret))
+                sa.delete(sign_ins).where(sign_ins.c.digest == _digest(secret))
             )
             # A power cut must not open it again.
             transaction.force()
@@ -455,7 +457,7 @@ class Tokens:
     def load(self) -> None:
         """Read all tokens again, after a change beside this object."""
         with self._lock, self._database.read() as connection:
-            rows = connection.execute(select(user_tables.tokens))
+            rows = connection.execute(sa.select(user_tables.tokens))
             self._keep({row.digest: _stored(row) for row in rows})
 
     def create(
@@ -480,11 +482,13 @@ class Tokens:
 
         def job(transaction: Transaction) -> tuple[StoredToken, str]:
             connection = transaction.connection
-            is_over = or_(columns.revoked_at <= now - _KEPT_S, columns.expires_at <= now - _KEPT_S)
-            taken = select(columns.id).where(
+            is_over = sa.or_(
+                columns.revoked_at <= now - _KEPT_S, columns.expires_at <= now - _KEPT_S
+            )
+            taken = sa.select(columns.id).where(
                 columns.name == name,
                 columns.revoked_at.is_(None),
-                or_(columns.expires_at.is_(None), columns.expires_at > now),
+                sa.or_(columns.expires_at.is_(None), columns.expires_at > now),
             )
             if connection.execute(taken).first() is not None:
                 raise TokenNameTakenError(
@@ -496,9 +500,11 @@ class Tokens:
                 expires_at=expires_at, revoked_at=None, node=node, pool=pool, user=user,
             )  # fmt: skip
             values = {field: getattr(token, field) for field in _FIELDS} | {"scope": scope.value}
-            connection.execute(insert(user_tables.tokens).values(digest=_digest(secret), **values))
+            connection.execute(
+                sa.insert(user_tables.tokens).values(digest=_digest(secret), **values)
+            )
             keep_ids(connection, user_tables.tokens)
-            connection.execute(delete(user_tables.tokens).where(is_over))
+            connection.execute(sa.delete(user_tables.tokens).where(is_over))
             transaction.after_commit(lambda: self._remember(_digest(secret), token))
             return token, secret
 
@@ -524,13 +530,13 @@ class Tokens:
         def job(transaction: Transaction) -> bool:
             connection = transaction.connection
             digest = connection.execute(
-                select(columns.digest).where(columns.id == token_id)
+                sa.select(columns.digest).where(columns.id == token_id)
             ).scalar()
             if digest is None:
                 return False
             now = time.time()
             connection.execute(
-                update(user_tables.tokens)
+                sa.update(user_tables.tokens)
                 .where(columns.id == token_id, columns.revoked_at.is_(None))
                 .values(revoked_at=now)
             )
@@ -566,7 +572,7 @@ _FIELDS = ("id", "name", "scope", "created_at", "expires_at", "revoked_at", "nod
            "user")  # fmt: skip
 
 
-def _stored(row: Row[Any]) -> StoredToken:
+def _stored(row: sa.Row[Any]) -> StoredToken:
     values = {field: getattr(row, field) for field in _FIELDS}
     return StoredToken(**values | {"scope": TokenScope(row.scope)})
 

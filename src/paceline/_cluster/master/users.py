@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+import sqlalchemy as sa
 
 from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
 from paceline._cluster.master.oidc_provider import OidcError, OidcPerson, OidcSettings
@@ -107,7 +107,7 @@ class Users:
 
         def job(transaction: Transaction) -> User:
             connection = transaction.connection
-            query = select(_users).where(func.lower(_users.c.name) == name.lower())
+            query = sa.select(_users).where(sa.func.lower(_users.c.name) == name.lower())
             known = connection.execute(query).first()
             if known is not None and (known.is_active or known.name != name):
                 raise RefusedError(
@@ -123,11 +123,11 @@ class Users:
             if known is None:
                 _insert_user(connection, name, values)
             else:
-                connection.execute(update(_users).where(_users.c.name == name).values(**values))
+                connection.execute(sa.update(_users).where(_users.c.name == name).values(**values))
             if role is not None and not is_admin:
                 _set_role(connection, DEFAULT_PROJECT, name, role)
             self._finish(transaction)
-            return _view(connection.execute(select(_users).where(_users.c.name == name)).one())
+            return _view(connection.execute(sa.select(_users).where(_users.c.name == name)).one())
 
         return self._database.write(job)
 
@@ -144,11 +144,11 @@ class Users:
             now, tokens = time.time(), user_tables.tokens
             change = {"is_active": False, "is_admin": False, "password_hash": "", "changed_at": now}
             change["member_of"] = None
-            connection.execute(update(_users).where(_users.c.name == name).values(**change))
+            connection.execute(sa.update(_users).where(_users.c.name == name).values(**change))
             for table in (_members, user_tables.sign_ins, user_tables.reservations):
-                connection.execute(delete(table).where(table.c.user == name))
+                connection.execute(sa.delete(table).where(table.c.user == name))
             is_valid = (tokens.c.user == name) & tokens.c.revoked_at.is_(None)
-            connection.execute(update(tokens).where(is_valid).values(revoked_at=now))
+            connection.execute(sa.update(tokens).where(is_valid).values(revoked_at=now))
             _end_empty_groups(connection)
             transaction.after_commit(self._on_access_lost)
             self._finish(transaction)
@@ -166,7 +166,7 @@ class Users:
             _find_active(connection, name)
             if not is_admin:
                 self._keep_an_admin(connection, name)
-            change = update(_users).where(_users.c.name == name)
+            change = sa.update(_users).where(_users.c.name == name)
             connection.execute(change.values(is_admin=is_admin))
             self._finish(transaction)
 
@@ -191,7 +191,7 @@ class Users:
                 )
             _set_link(connection, name, issuer, subject or None)
             signed_in = user_tables.sign_ins.c.user == name
-            connection.execute(delete(user_tables.sign_ins).where(signed_in))
+            connection.execute(sa.delete(user_tables.sign_ins).where(signed_in))
             self._finish(transaction)
 
         return self._database.write(job)
@@ -213,7 +213,7 @@ class Users:
                 raise OidcError("oidc_removed", f"The user {known.name!r} was removed here.")
             here, name = _users.c.name == known.name, str(known.name)
             if person.group is not None and (known.member_of or "") != person.group:
-                change = update(_users).where(here).values(member_of=person.group or None)
+                change = sa.update(_users).where(here).values(member_of=person.group or None)
                 connection.execute(change)
                 _end_empty_groups(connection)
                 changed.append(f"group of user {name}")
@@ -222,7 +222,7 @@ class Users:
                 with suppress(RefusedError):
                     if not person.is_admin:
                         self._keep_an_admin(connection, name)
-                    change = update(_users).where(here).values(is_admin=person.is_admin)
+                    change = sa.update(_users).where(here).values(is_admin=person.is_admin)
                     connection.execute(change)
                     changed.append(f"rights of user {name}")
             if changed:
@@ -233,14 +233,14 @@ class Users:
 
     def _link_by_name(
         self,
-        connection: Connection,
+        connection: sa.Connection,
         person: OidcPerson,
         settings: OidcSettings,
         changed: list[str],
-    ) -> Row[Any]:
+    ) -> sa.Row[Any]:
         """Find or create the user of a person who signs in for the first time."""
         name = person.name
-        query = select(_users).where(func.lower(_users.c.name) == name.lower())
+        query = sa.select(_users).where(sa.func.lower(_users.c.name) == name.lower())
         known = connection.execute(query).first() if person.problem is None else None
         if known is not None and known.oidc_subject == ANYBODY:
             name = known.name
@@ -268,7 +268,7 @@ class Users:
                 _set_role(connection, project, name, settings.role)
         changed.append(f"link of user {name}")
         _set_link(connection, name, person.issuer, person.subject)
-        return connection.execute(select(_users).where(_users.c.name == name)).one()
+        return connection.execute(sa.select(_users).where(_users.c.name == name)).one()
 
     def set_group(self, name: str, group: str | None) -> "Future[None]":
         """Put a user into a group, or into none; a group ends with its last member."""
@@ -276,7 +276,7 @@ class Users:
         def job(transaction: Transaction) -> None:
             connection = transaction.connection
             _find_active(connection, name)
-            change = update(_users).where(_users.c.name == name).values(member_of=group)
+            change = sa.update(_users).where(_users.c.name == name).values(member_of=group)
             connection.execute(change)
             _end_empty_groups(connection)
             self._finish(transaction)
@@ -300,7 +300,9 @@ class Users:
 
         def job(transaction: Transaction) -> Project:
             connection = transaction.connection
-            query = select(_projects.c.name).where(func.lower(_projects.c.name) == name.lower())
+            query = sa.select(_projects.c.name).where(
+                sa.func.lower(_projects.c.name) == name.lower()
+            )
             if (known := connection.scalar(query)) is not None:
                 raise RefusedError(
                     "name_taken",
@@ -309,7 +311,7 @@ class Users:
                 )
             number = new_id(connection, _projects)
             row = {"id": number, "name": name, "created_at": time.time()}
-            connection.execute(insert(_projects).values(**row))
+            connection.execute(sa.insert(_projects).values(**row))
             self._finish(transaction)
             return Project(id=number, name=name, role=Role.ADMIN)
 
@@ -330,10 +332,10 @@ class Users:
                 )
             keep_ids(connection, _projects)
             for table in (_members, user_tables.quotas):
-                connection.execute(delete(table).where(table.c.project_id == number))
+                connection.execute(sa.delete(table).where(table.c.project_id == number))
             of_rules = (documents.c.project_id == number, documents.c.kind.in_(_RULES))
-            connection.execute(delete(documents).where(*of_rules))
-            connection.execute(delete(_projects).where(_projects.c.id == number))
+            connection.execute(sa.delete(documents).where(*of_rules))
+            connection.execute(sa.delete(_projects).where(_projects.c.id == number))
             # What was used there is still told by its name.
             insert_document(
                 connection, DELETED_PROJECT, "", str(number), {"name": name}, project_id=number
@@ -358,8 +360,8 @@ class Users:
             return Role.ADMIN
         return Role.EDITOR if project in (reach.changes or ()) else Role.VIEWER
 
-    def _keep_an_admin(self, connection: Connection, name: str) -> None:
-        others = select(func.count()).where(
+    def _keep_an_admin(self, connection: sa.Connection, name: str) -> None:
+        others = sa.select(sa.func.count()).where(
             _users.c.is_admin, _users.c.is_active, _users.c.name != name
         )
         if not connection.scalar(others):
@@ -373,14 +375,14 @@ class Users:
         """Make the first administrator and the first project, if they are missing."""
         connection, now = transaction.connection, time.time()
         values = {"is_admin": True, "is_active": True}
-        if connection.scalar(select(_users.c.name).where(_users.c.name == FIRST_USER)) is None:
+        if connection.scalar(sa.select(_users.c.name).where(_users.c.name == FIRST_USER)) is None:
             _insert_user(connection, FIRST_USER, values)
         elif not any(one.is_admin and one.is_active for one in self._known.values()):
-            change = update(_users).where(_users.c.name == FIRST_USER)
+            change = sa.update(_users).where(_users.c.name == FIRST_USER)
             connection.execute(change.values(**values))
         if DEFAULT_PROJECT not in self._names:
             row = {"id": DEFAULT_PROJECT, "name": DEFAULT_NAME, "created_at": now}
-            connection.execute(insert(_projects).values(**row))
+            connection.execute(sa.insert(_projects).values(**row))
         self._finish(transaction)
 
     def _finish(self, transaction: Transaction) -> None:
@@ -390,14 +392,14 @@ class Users:
 
     def _load(self) -> None:
         with self._database.read(everything=True) as connection:
-            self._known: dict[str, Row[Any]] = {
-                row.name: row for row in connection.execute(select(_users))
+            self._known: dict[str, sa.Row[Any]] = {
+                row.name: row for row in connection.execute(sa.select(_users))
             }
             self._names: dict[int, str] = {
-                row.id: row.name for row in connection.execute(select(_projects))
+                row.id: row.name for row in connection.execute(sa.select(_projects))
             }
             roles: dict[str, dict[int, Role]] = {}
-            for row in connection.execute(select(_members)):
+            for row in connection.execute(sa.select(_members)):
                 roles.setdefault(row.user, {})[row.project_id] = Role(row.role)
         self._roles = roles
         self._reaches = {
@@ -410,7 +412,7 @@ class Users:
 _RANKS = (Role.VIEWER, Role.EDITOR, Role.ADMIN)
 
 
-def _roles_of(user: Row[Any], roles: dict[str, dict[int, Role]]) -> dict[int, Role]:
+def _roles_of(user: sa.Row[Any], roles: dict[str, dict[int, Role]]) -> dict[int, Role]:
     """Return the roles of a user by project: the user's own or that of the group, if higher."""
     found = dict(roles.get(user.name, {}))
     for project, role in roles.get(group_owner(user.member_of or ""), {}).items():
@@ -418,13 +420,13 @@ def _roles_of(user: Row[Any], roles: dict[str, dict[int, Role]]) -> dict[int, Ro
     return found
 
 
-def _end_empty_groups(connection: Connection) -> None:
+def _end_empty_groups(connection: sa.Connection) -> None:
     """Delete the roles and quotas of groups without members."""
-    groups = connection.execute(select(_users.c.member_of).distinct()).scalars()
+    groups = connection.execute(sa.select(_users.c.member_of).distinct()).scalars()
     kept = [group_owner(name) for name in groups if name]
     for table in (_members, user_tables.quotas):
         is_group = table.c.user.startswith(group_owner(""))
-        connection.execute(delete(table).where(is_group, table.c.user.not_in(kept)))
+        connection.execute(sa.delete(table).where(is_group, table.c.user.not_in(kept)))
 
 
 def _reach_of(name: str, roles: dict[int, Role] | None) -> Reach:
@@ -441,7 +443,7 @@ def _reach_of(name: str, roles: dict[int, Role] | None) -> Reach:
     )
 
 
-def _view(row: Row[Any]) -> User:
+def _view(row: sa.Row[Any]) -> User:
     return User(
         name=row.name,
         is_admin=row.is_admin,
@@ -453,20 +455,20 @@ def _view(row: Row[Any]) -> User:
     )
 
 
-def _insert_user(connection: Connection, name: str, values: dict[str, Any]) -> None:
+def _insert_user(connection: sa.Connection, name: str, values: dict[str, Any]) -> None:
     row = {"name": name, "password_hash": "", "changed_at": time.time()}
-    connection.execute(insert(_users).values(**row, **values))
+    connection.execute(sa.insert(_users).values(**row, **values))
 
 
-def _find_linked(connection: Connection, issuer: str, subject: str) -> Row[Any] | None:
+def _find_linked(connection: sa.Connection, issuer: str, subject: str) -> sa.Row[Any] | None:
     """Find the user of a person at a provider, also one that was removed."""
     place = (_users.c.oidc_issuer == issuer, _users.c.oidc_subject == subject)
-    return connection.execute(select(_users).where(*place)).first()
+    return connection.execute(sa.select(_users).where(*place)).first()
 
 
-def _set_link(connection: Connection, name: str, issuer: str, subject: str | None) -> None:
+def _set_link(connection: sa.Connection, name: str, issuer: str, subject: str | None) -> None:
     values = {"oidc_issuer": subject and issuer, "oidc_subject": subject}
-    connection.execute(update(_users).where(_users.c.name == name).values(**values))
+    connection.execute(sa.update(_users).where(_users.c.name == name).values(**values))
 
 
 _RULES = ("template", "policy")
@@ -474,45 +476,45 @@ _RULES = ("template", "policy")
 _DELETION = "deletion"
 
 
-def _left_in_project(connection: Connection, number: int, name: str) -> str:
+def _left_in_project(connection: sa.Connection, number: int, name: str) -> str:
     """Return what keeps a project from being deleted; empty for nothing."""
     if number == DEFAULT_PROJECT:
         return "is the one for what names no project."
     experiments, documents = tables.experiments.c, tables.documents.c
-    of_project = select(func.count()).where(experiments.project_id == number)
+    of_project = sa.select(sa.func.count()).where(experiments.project_id == number)
     if num_experiments := connection.scalar(of_project):
         told = f"{num_experiments} experiment{'s' * (num_experiments != 1)}"
         return (
             f"has {told}. Hint: `paceline e move --query 'project ="
             f' "{name}"\' --to OTHER` moves them, with those that run.'
         )
-    others = select(func.count()).where(
+    others = sa.select(sa.func.count()).where(
         documents.project_id == number,
         documents.experiment_id.is_(None),
         documents.kind.not_in([*_RULES, _DELETION]),
     )
     if connection.scalar(others):
         return "has models, or projects of W&B or MLflow. Hint: delete these first."
-    for pool, open_to in connection.execute(select(tables.pools.c.name, tables.pools.c.open_to)):
+    for pool, open_to in connection.execute(sa.select(tables.pools.c.name, tables.pools.c.open_to)):
         if f"project:{name}" in (open_to or ()):
             return f"has the pool {pool!r} open to it. Hint: `paceline pool set` closes that."
     return ""
 
 
-def _find_active(connection: Connection, name: str) -> None:
+def _find_active(connection: sa.Connection, name: str) -> None:
     is_group = name.startswith(group_owner(""))
     place = (_users.c.member_of == name[1:]) if is_group else (_users.c.name == name)
-    if connection.scalar(select(_users.c.name).where(place, _users.c.is_active)) is None:
+    if connection.scalar(sa.select(_users.c.name).where(place, _users.c.is_active)) is None:
         hint = " Hint: `paceline user group USER NAME` makes one." if is_group else ""
         raise NotFoundError(f"There is no {'group' if is_group else 'user'} {name!r}.{hint}")
 
 
-def _set_role(connection: Connection, project: int, user: str, role: Role | None) -> None:
+def _set_role(connection: sa.Connection, project: int, user: str, role: Role | None) -> None:
     place = (_members.c.project_id == project, _members.c.user == user)
-    connection.execute(delete(_members).where(*place))
+    connection.execute(sa.delete(_members).where(*place))
     if role is not None:
         row = {"project_id": project, "user": user, "role": role.value}
-        connection.execute(insert(_members).values(**row))
+        connection.execute(sa.insert(_members).values(**row))
 
 
 class AuditLog:
@@ -529,13 +531,13 @@ class AuditLog:
             "time": time.time(), "user": user, "token": token, "action": action,
             "objects": objects, "status": status,
         }  # fmt: skip
-        statement = insert(user_tables.audit).values(**row)
+        statement = sa.insert(user_tables.audit).values(**row)
         self._database.write(lambda transaction: transaction.connection.execute(statement))
 
     def read(self, *, user: str | None, before: int | None, limit: int) -> list[AuditEntry]:
         """Return entries, the newest first; of one user, and older than an id, if given."""
         audit = user_tables.audit
-        query = select(audit).order_by(audit.c.id.desc()).limit(limit)
+        query = sa.select(audit).order_by(audit.c.id.desc()).limit(limit)
         if user is not None:
             query = query.where(audit.c.user == user)
         if before is not None:

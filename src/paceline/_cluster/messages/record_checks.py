@@ -2,25 +2,7 @@
 
 import msgspec
 
-from paceline._base.journal_records import (
-    MAX_DEPTH,
-    MAX_METADATA_BYTES,
-    MAX_STATUS,
-    MEDIA_KINDS,
-    NON_FINITE,
-    NON_FINITE_KEY,
-    AnyRecord,
-    AttemptStarted,
-    CheckpointFilesDeleted,
-    CheckpointStored,
-    MediaReported,
-    MetricsReported,
-    RecordsDropped,
-    RunMetadataSet,
-    StatusReported,
-    TimeSpent,
-    is_too_deep,
-)
+from paceline._base import journal_records as records
 from paceline._base.run_directory import RunInfo, check_file_path
 from paceline._cluster.messages.runner_messages import MAX_TIME_S
 
@@ -28,7 +10,7 @@ _MAX_INTEGER = 2**63 - 1
 _MAX_RANK = 2**31 - 1
 _MAX_TEXT = 4096
 _MAX_CAUSES = 1000
-_NON_FINITE = [{NON_FINITE_KEY: text} for text in NON_FINITE]
+_NON_FINITE = [{records.NON_FINITE_KEY: text} for text in records.NON_FINITE]
 
 
 def check_run_info(info: RunInfo) -> None:
@@ -44,7 +26,7 @@ def check_run_info(info: RunInfo) -> None:
         _check_depth("trial.hparams", info.trial.hparams)
 
 
-def check_record(record: AnyRecord, number: int = 0) -> None:
+def check_record(record: records.AnyRecord, number: int = 0) -> None:
     """Refuse a record with an impossible value.
 
     Args:
@@ -57,36 +39,38 @@ def check_record(record: AnyRecord, number: int = 0) -> None:
     _check_range("time", record.time, MAX_TIME_S)
     _check_texts(record)
     _check_range("steps_completed", getattr(record, "steps_completed", 0), _MAX_INTEGER)
-    if isinstance(record, MetricsReported):
+    if isinstance(record, records.MetricsReported):
         _check_metrics("metrics", record.metrics)
         _check_metrics("validation", record.validation)
-    elif isinstance(record, MediaReported):
+    elif isinstance(record, records.MediaReported):
         _check_media(record)
-    elif isinstance(record, (CheckpointStored, CheckpointFilesDeleted)):
+    elif isinstance(record, (records.CheckpointStored, records.CheckpointFilesDeleted)):
         for name, size in record.resources.items():
             _check_range(f"resources[{name!r:.200}]", size, _MAX_INTEGER)
         _check_range("resources", sum(record.resources.values()), _MAX_INTEGER)
         _check_json("metadata", getattr(record, "metadata", None))
-    elif isinstance(record, RunMetadataSet):
+    elif isinstance(record, records.RunMetadataSet):
         _check_json("metadata", record.metadata)
-    elif isinstance(record, AttemptStarted):
+    elif isinstance(record, records.AttemptStarted):
         _check_json("environment", record.environment)
         _check_range("restart_causes", len(record.restart_causes), _MAX_CAUSES)
         for cause in record.restart_causes:
             _check_text("restart_causes", cause)
         for name in ("attempt", "generation", "rank", "world_size"):
             _check_range(name, getattr(record, name), _MAX_RANK)
-    elif isinstance(record, TimeSpent):
+    elif isinstance(record, records.TimeSpent):
         for name, seconds in record.seconds.items():
             _check_range(f"seconds[{name!r:.200}]", seconds, MAX_TIME_S)
-    elif isinstance(record, RecordsDropped):
+    elif isinstance(record, records.RecordsDropped):
         # Dropped records have smaller numbers than this record.
         _check_range("count", record.count, number)
 
 
-def _check_media(record: MediaReported) -> None:
-    if record.kind not in MEDIA_KINDS:
-        raise ValueError(f"`kind` must be among {MEDIA_KINDS}, but got {record.kind!r:.200}.")
+def _check_media(record: records.MediaReported) -> None:
+    if record.kind not in records.MEDIA_KINDS:
+        raise ValueError(
+            f"`kind` must be among {records.MEDIA_KINDS}, but got {record.kind!r:.200}."
+        )
     _check_json("value", record.value)
     _check_json("files", msgspec.to_builtins(record.files))
     for file in record.files:
@@ -94,8 +78,8 @@ def _check_media(record: MediaReported) -> None:
         _check_range("size", file.size, _MAX_INTEGER)
 
 
-def _check_texts(record: AnyRecord) -> None:
-    limit = MAX_STATUS if isinstance(record, StatusReported) else _MAX_TEXT
+def _check_texts(record: records.AnyRecord) -> None:
+    limit = records.MAX_STATUS if isinstance(record, records.StatusReported) else _MAX_TEXT
     for name in record.__struct_fields__:
         text = getattr(record, name)
         if isinstance(text, str):
@@ -113,16 +97,17 @@ def _check_range(name: str, value: float, limit: float) -> None:
 
 
 def _check_depth(name: str, value: object) -> None:
-    if is_too_deep(value):
-        raise ValueError(f"`{name}` must not be nested more than {MAX_DEPTH} times.")
+    if records.is_too_deep(value):
+        raise ValueError(f"`{name}` must not be nested more than {records.MAX_DEPTH} times.")
 
 
 def _check_json(name: str, value: object) -> None:
     _check_depth(name, value)
     size = len(msgspec.json.encode(value))
-    if size > MAX_METADATA_BYTES:
+    if size > records.MAX_METADATA_BYTES:
         raise ValueError(
-            f"`{name}` must have at most {MAX_METADATA_BYTES} bytes as JSON, but has {size}."
+            f"`{name}` must have at most {records.MAX_METADATA_BYTES} bytes as JSON, but has"
+            f" {size}."
         )
 
 
@@ -135,10 +120,10 @@ def _check_metrics(name: str, metrics: object) -> None:
 
 def _check_names(name: str, metrics: dict[str, object]) -> None:
     for key, value in metrics.items():
-        if not key or key == NON_FINITE_KEY:
+        if not key or key == records.NON_FINITE_KEY:
             raise ValueError(
-                f"`{name}` must have names that are not empty and not {NON_FINITE_KEY!r}, but has"
-                f" {key!r}."
+                f"`{name}` must have names that are not empty and not {records.NON_FINITE_KEY!r},"
+                f" but has {key!r}."
             )
         if type(value) is not float:
             _check_metric(name, value)

@@ -15,24 +15,10 @@ import msgspec
 import xxhash
 
 from paceline import faults
+from paceline._base import journal_records as records
 from paceline._base.journal_reading_and_writing import JournalReader, JournalVersionError
-from paceline._base.journal_records import (
-    CheckpointDeleted,
-    CheckpointFilesDeleted,
-    CheckpointSentApart,
-    CheckpointStored,
-    decode_record,
-    encode_record,
-)
 from paceline._base.run_directory import JournalKey
-from paceline._cluster.messages.runner_messages import (
-    MAX_PIECE_BYTES,
-    CheckpointFiles,
-    CheckpointNeeds,
-    CheckpointOffer,
-    PieceReply,
-    ShardOffer,
-)
+from paceline._cluster.messages import runner_messages as messages
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
 from paceline._cluster.runner.master_link import (
     MasterBackoff,
@@ -75,7 +61,7 @@ class PieceSender:
             False if the master does not know of the checkpoint.
         """
         name = next(iter(missing))
-        data = self._storage.read_file(uuid, name, missing[name], MAX_PIECE_BYTES)
+        data = self._storage.read_file(uuid, name, missing[name], messages.MAX_PIECE_BYTES)
         num_bytes = self._put(uuid, name, missing[name], data)
         if num_bytes is None:
             return False
@@ -99,7 +85,7 @@ class PieceSender:
                 logger.warning("A piece of %s is sent again: %s", uuid, error)
                 continue
             faults.reach("runner.checkpoint.piece_sent")
-            return msgspec.json.decode(reply, type=PieceReply).num_bytes
+            return msgspec.json.decode(reply, type=messages.PieceReply).num_bytes
         raise AssertionError
 
 
@@ -111,17 +97,19 @@ _COMMIT_S = 3600.0
 _CHECKPOINT = b'"type":"checkpoint'
 _CHIEF = 0
 
-CheckpointRecord = CheckpointStored | CheckpointDeleted | CheckpointFilesDeleted
+CheckpointRecord = (
+    records.CheckpointStored | records.CheckpointDeleted | records.CheckpointFilesDeleted
+)
 
 
 def without_checkpoint(payload: bytes) -> bytes:
     """Return a record for the journal stream; checkpoint records become a placeholder."""
     if _CHECKPOINT not in payload:
         return payload
-    record = decode_record(payload)
+    record = records.decode_record(payload)
     if not isinstance(record, CheckpointRecord):
         return payload
-    return encode_record(CheckpointSentApart(time=record.time, uuid=record.uuid))
+    return records.encode_record(records.CheckpointSentApart(time=record.time, uuid=record.uuid))
 
 
 class CheckpointShipper(ShippingLoop):
@@ -209,24 +197,24 @@ class CheckpointShipper(ShippingLoop):
 
     def _ship(self, record: CheckpointRecord) -> bool:
         """Send the next part of a checkpoint record; return True after the last part."""
-        if isinstance(record, CheckpointStored):
+        if isinstance(record, records.CheckpointStored):
             return self._ship_stored(record)
-        if isinstance(record, CheckpointDeleted):
+        if isinstance(record, records.CheckpointDeleted):
             self._link.delete(f"{self._path}/{record.uuid}")
             return True
         with suppress(FileNotFoundError):  # deleted meanwhile, which comes later
             files = _files_of(self._local, record.uuid)
-            self._offer(record.uuid, CheckpointOffer(files=files))
+            self._offer(record.uuid, messages.CheckpointOffer(files=files))
         return True
 
-    def _ship_stored(self, record: CheckpointStored) -> bool:
+    def _ship_stored(self, record: records.CheckpointStored) -> bool:
         uuid = record.uuid
         if not self._hold(uuid):
             logger.info("The checkpoint %s was deleted before it could be sent.", uuid)
             return True
         if self._missing is None:
             files = _files_of(self._outgoing, uuid)
-            offer = CheckpointOffer(files=files, record=record, has_failed=self.has_failed)
+            offer = messages.CheckpointOffer(files=files, record=record, has_failed=self.has_failed)
             needs = self._offer(uuid, offer)
             if needs.is_stored:
                 self._release(uuid)
@@ -248,7 +236,7 @@ class CheckpointShipper(ShippingLoop):
             self._missing = None
         return False
 
-    def _await_others(self, uuid: str, needs: CheckpointNeeds) -> bool:
+    def _await_others(self, uuid: str, needs: messages.CheckpointNeeds) -> bool:
         """Wait a moment for files of other nodes; True if they never come."""
         if not needs.is_alone:
             time.sleep(self._pauses.next_s())
@@ -263,9 +251,9 @@ class CheckpointShipper(ShippingLoop):
 
     # ---- sending -------------------------------------------------------------------------
 
-    def _offer(self, uuid: str, offer: CheckpointOffer) -> CheckpointNeeds:
+    def _offer(self, uuid: str, offer: messages.CheckpointOffer) -> messages.CheckpointNeeds:
         reply = self._link.post(f"{self._path}/{uuid}", encode(offer), _COMMIT_S)
-        return msgspec.json.decode(reply, type=CheckpointNeeds)
+        return msgspec.json.decode(reply, type=messages.CheckpointNeeds)
 
     def _is_unsendable(self, uuid: str) -> bool:
         """Tell whether the master finds the files damaged again and again, and they are so here."""
@@ -321,14 +309,14 @@ class CheckpointShipper(ShippingLoop):
 
 
 def _is_elsewhere(record: CheckpointRecord, local: DirectoryStorage) -> bool:
-    return isinstance(record, CheckpointStored) and record.storage != local.url
+    return isinstance(record, records.CheckpointStored) and record.storage != local.url
 
 
-def _files_of(storage: DirectoryStorage, uuid: str) -> CheckpointFiles:
+def _files_of(storage: DirectoryStorage, uuid: str) -> messages.CheckpointFiles:
     path = storage.root / uuid
     shards = [(path / name).read_text() for name in _done_names(path)]
     manifest = (path / MANIFEST_NAME).read_text()
-    return CheckpointFiles(manifest=manifest, shards=dict(enumerate(shards)))
+    return messages.CheckpointFiles(manifest=manifest, shards=dict(enumerate(shards)))
 
 
 def _done_names(path: Path) -> Iterator[str]:
@@ -424,9 +412,9 @@ class ShardShipper(ShippingLoop):
 
     def _offer(self, uuid: str, texts: dict[int, str], known: list[str]) -> bool:
         """Offer the shards of a checkpoint to the master; return True if files are missing."""
-        offer = encode(ShardOffer(shards=texts))
+        offer = encode(messages.ShardOffer(shards=texts))
         reply = self._link.post(f"{self._path}/{uuid}/shards?member={self._member}", offer)
-        needs = msgspec.json.decode(reply, type=CheckpointNeeds)
+        needs = msgspec.json.decode(reply, type=messages.CheckpointNeeds)
         if needs.is_alone:
             logger.error("Checkpoint %s is given up: rank 0's node has ended without it.", uuid)
             self._storage.discard(uuid)

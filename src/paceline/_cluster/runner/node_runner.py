@@ -15,14 +15,7 @@ import msgspec
 from paceline._base.files import open_private, read_secret, write_atomically
 from paceline._base.journal_records import seal
 from paceline._base.machine_checks import MachineWatch
-from paceline._cluster.messages.runner_messages import (
-    MAX_PROBLEM,
-    MasterAddress,
-    NodeFacts,
-    NodePoll,
-    NodeSession,
-    NodeWork,
-)
+from paceline._cluster.messages import runner_messages as messages
 from paceline._cluster.runner.attempt_processes import AttemptProcesses, WantedAttempts
 from paceline._cluster.runner.master_link import (
     MasterBackoff,
@@ -73,7 +66,7 @@ class NodeRunner:
         url: str,
         token_path: Path,
         directory: Path,
-        facts: NodeFacts,
+        facts: messages.NodeFacts,
         idle_timeout_s: float | None = None,
         check_every_s: float = CHECK_EVERY_S,
     ) -> None:
@@ -88,8 +81,8 @@ class NodeRunner:
         self._token_path = token_path
         self._link = MasterLink(lambda: self._address(read_secret(token_path)))
         self._processes = AttemptProcesses(directory / "attempts", directory)
-        self._questions: queue.SimpleQueue[NodePoll] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[NodeWork | Exception] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[messages.NodePoll] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[messages.NodeWork | Exception] = queue.SimpleQueue()
         self._number = 0
         self._version = 0
         self._wanted = WantedAttempts(self._processes, self._address_path, self._address)
@@ -133,14 +126,14 @@ class NodeRunner:
         """
         self._num_signals = max(1, self._num_signals)
 
-    def _address(self, token: str = "") -> MasterAddress:
+    def _address(self, token: str = "") -> messages.MasterAddress:
         path = self._certificate_path
         certificate = path.read_text() if path.exists() else None
-        return MasterAddress(url=self._url, token=token, certificate=certificate)
+        return messages.MasterAddress(url=self._url, token=token, certificate=certificate)
 
     # ---- asking --------------------------------------------------------------------------
 
-    def _register(self) -> NodeSession:
+    def _register(self) -> messages.NodeSession:
         pauses, trouble = MasterBackoff(), ""
         while True:
             try:
@@ -166,7 +159,7 @@ class NodeRunner:
             except RefusedByMasterError as error:
                 raise NodeStoppedError(f"The master refuses this node. {error}") from error
             else:
-                session = msgspec.json.decode(reply, type=NodeSession)
+                session = msgspec.json.decode(reply, type=messages.NodeSession)
                 logger.info(
                     "Node %s is registered (id %d, session %d) with %d slots.",
                     self._facts.name, session.node_id, session.session, len(self._facts.devices),
@@ -206,7 +199,7 @@ class NodeRunner:
             try:
                 # The master may hold the answer back for `wait_s`.
                 reply = self._link.post(path, encode(poll), timeout_s=poll.wait_s + 10)
-                self._answers.put(msgspec.json.decode(reply, type=NodeWork))
+                self._answers.put(msgspec.json.decode(reply, type=messages.NodeWork))
                 pauses.reset()
             except Exception as error:
                 # The pause is in this thread, as the other one looks after attempts meanwhile.
@@ -217,14 +210,14 @@ class NodeRunner:
         self._asked_at = time.monotonic()
         self._questions.put(self._next_poll())
 
-    def _next_poll(self) -> NodePoll:
+    def _next_poll(self) -> messages.NodePoll:
         attempts = [id_ for id_ in self._processes.all() if self._processes.is_prepared(id_)]
         is_short = self._has_strays or self._num_signals or self._watch.is_checking
         # After a failure the orders are unknown: the next answer must come at once.
         wait_s = 0.0 if self._wanted.ids is None else _SHORT_WAIT_S if is_short else _WAIT_S
         # Number of the poll: the master ignores polls arriving after a later poll.
         self._number += 1
-        return NodePoll(
+        return messages.NodePoll(
             key=self._facts.key,
             session=self._session.session,
             number=self._number,
@@ -234,7 +227,7 @@ class NodeRunner:
             # Third of the lease: a long wait must not let the lease run out between two polls.
             wait_s=min(wait_s, self._session.lease_s / 3),
             is_leaving=bool(self._num_signals),
-            problem=self._watch.problem[:MAX_PROBLEM],
+            problem=self._watch.problem[: messages.MAX_PROBLEM],
         )
 
     # ---- doing ---------------------------------------------------------------------------
@@ -258,7 +251,7 @@ class NodeRunner:
                 # Failed starts are repeated although the master is silent.
                 self._wanted.look_after({}, [])
                 continue
-            if isinstance(answer, NodeWork):
+            if isinstance(answer, messages.NodeWork):
                 if trouble:
                     logger.info("The master answers again.")
                     trouble = ""
@@ -287,7 +280,7 @@ class NodeRunner:
             logger.info("The node was idle for %.0f s and leaves.", self._idle_timeout_s)
             self.leave()
 
-    def _carry_out(self, work: NodeWork) -> None:
+    def _carry_out(self, work: messages.NodeWork) -> None:
         self._version, self._has_strays = work.version, work.strays
         self._wanted.ids = set(work.wanted)
         launches = {launch.spec.attempt_id: launch for launch in work.launches}
@@ -354,7 +347,9 @@ class NodeRunner:
                 reply = self._link.another().post(path, encode(poll), timeout_s=_LEAVE_S)
                 if not poll.attempts:
                     return
-                self._processes.clean(set(msgspec.json.decode(reply, type=NodeWork).wanted))
+                self._processes.clean(
+                    set(msgspec.json.decode(reply, type=messages.NodeWork).wanted)
+                )
 
     @contextmanager
     def _holding(self) -> Iterator[None]:

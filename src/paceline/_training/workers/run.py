@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline._base.process_and_network import take
 from paceline._base.run_memory import run_memory
+from paceline._training.workers import worker_failures as failures
 from paceline._training.workers.launch_nodes import LaunchNodes
 from paceline._training.workers.launch_nodes_server import (
     NodeFailureCause,
@@ -25,16 +26,6 @@ from paceline._training.workers.pickled_calls import pack_call
 from paceline._training.workers.process_pools import LocalPool, ProcessPool
 from paceline._training.workers.processes.process_facts_and_signals import noted_signals
 from paceline._training.workers.shared_memory import SharedBuffers
-from paceline._training.workers.worker_failures import (
-    NodesDifferError,
-    RestartDecision,
-    RestartPolicy,
-    WorkerFailedError,
-    WorkerStartError,
-    describe_failure,
-    restart_cause,
-    signal_name,
-)
 from paceline._training.workers.worker_pools import PendingCall
 from paceline._training.workers.worker_settings import check_crowd
 from paceline._training.workers.workers import ElasticLimits, Workers
@@ -71,7 +62,7 @@ class Run(ABC):
     """
 
     # Errors that end a generation and may be followed by another one; others end the run.
-    _retried: tuple[type[Exception], ...] = (WorkerFailedError,)
+    _retried: tuple[type[Exception], ...] = (failures.WorkerFailedError,)
 
     def __init__(self, workers: Workers[Any]) -> None:
         self._workers = workers
@@ -147,7 +138,7 @@ class Run(ABC):
                 if not delay_s:
                     self._begin_call()
                 return
-            except (WorkerFailedError, WorkerStartError) as error:
+            except (failures.WorkerFailedError, failures.WorkerStartError) as error:
                 if not self._workers.pool.can_restart:
                     raise
                 self._take_failure(error)
@@ -239,7 +230,7 @@ class Run(ABC):
         self._decide(error)
         if self._has_recorded():
             self._restart_causes.clear()
-        self._restart_causes.append(restart_cause(error))
+        self._restart_causes.append(failures.restart_cause(error))
         self._prepare_next()
         self._note_restart(error)
 
@@ -264,14 +255,17 @@ class LaunchRun(Run):
     _retried = (Exception,)
 
     def __init__(
-        self, workers: Workers[Any], policy: RestartPolicy, nodes: LaunchNodes | None = None
+        self,
+        workers: Workers[Any],
+        policy: failures.RestartPolicy,
+        nodes: LaunchNodes | None = None,
     ) -> None:
         super().__init__(workers)
         self.received: set[int] = set()
         self._policy = policy
         self._nodes = nodes
         self._verdict: NodeMessage | None = None
-        self._decision: RestartDecision | None = None
+        self._decision: failures.RestartDecision | None = None
         self._num_commits_before = 0
         self._make_call: Callable[[], PendingCall] | None = None
         self._never_begins = False
@@ -394,7 +388,7 @@ class LaunchRun(Run):
             if decision.text:
                 logger.error("%s", decision.text)
             raise error
-        text = describe_failure(error)
+        text = failures.describe_failure(error)
         logger.warning("%s Starting the workers again, %s.", text, decision.text)
 
     def _has_recorded(self) -> bool:
@@ -444,7 +438,7 @@ class LaunchRun(Run):
             pool.request_stop(_LEAVE_S, is_asked=True)
             pool.signal(signum)
         else:
-            logger.warning("%s again: the workers are killed.", signal_name(signum))
+            logger.warning("%s again: the workers are killed.", failures.signal_name(signum))
             pool.request_stop(0.0)
 
     # ---- several nodes -------------------------------------------------------------------
@@ -484,7 +478,7 @@ class LaunchRun(Run):
                 if not decision.is_restart:
                     raise failure
             elif isinstance(event, NodeMessage) and event.word == NodeMessageKind.REFUSED:
-                raise NodesDifferError(event.text)
+                raise failures.NodesDifferError(event.text)
             elif event is not None:
                 self._take_event(event)
             self._check_signals()
@@ -495,9 +489,9 @@ class LaunchRun(Run):
             raise KeyboardInterrupt
         if signal.SIGTERM in self.received:
             text = "This launcher received SIGTERM while it waited for those of other nodes."
-            raise WorkerFailedError(text, 0, signal=signal.SIGTERM)
+            raise failures.WorkerFailedError(text, 0, signal=signal.SIGTERM)
 
-    def _agree(self, nodes: LaunchNodes) -> tuple[BaseException | None, RestartDecision]:
+    def _agree(self, nodes: LaunchNodes) -> tuple[BaseException | None, failures.RestartDecision]:
         """Wait for the end of workers on all nodes; return their failure and the decision.
 
         Raises:
@@ -526,9 +520,11 @@ class LaunchRun(Run):
             self._nodes.close(error)
 
 
-def _read_verdict_on_launch(verdict: NodeMessage) -> tuple[Exception | None, RestartDecision]:
+def _read_verdict_on_launch(
+    verdict: NodeMessage,
+) -> tuple[Exception | None, failures.RestartDecision]:
     """Return the failure in a message of node 0, or None, and the restart decision."""
-    decision = RestartDecision(verdict.is_restart, verdict.text)
+    decision = failures.RestartDecision(verdict.is_restart, verdict.text)
     if verdict.failure is None:
         return None, decision
     if verdict.failure.cause == NodeFailureCause.REFUSED:
@@ -608,7 +604,7 @@ def call_in_workers(
         )
 
     workers = Workers(ElasticLimits.of(num_workers), make_pool, hint=LAUNCH_HINT)
-    policy = RestartPolicy(max_restarts, option="max_restarts", retries_errors=True)
+    policy = failures.RestartPolicy(max_restarts, option="max_restarts", retries_errors=True)
     runner = LaunchRun(workers, policy)
     packed = pack_call(function, args, kwargs, SharedBuffers())
     try:

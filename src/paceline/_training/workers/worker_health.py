@@ -7,18 +7,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from paceline._base.exceptions import CollectiveMismatchError
+from paceline._training.workers import worker_failures as failures
 from paceline._training.workers.channels import ChannelFrame, DriverChannel, FrameKind
 from paceline._training.workers.pickled_calls import PackedCall, left_error
 from paceline._training.workers.processes.rank_environment import NodeLayout
 from paceline._training.workers.serve_calls import WorkerError
 from paceline._training.workers.stuck_ranks import HangWatch, Progress, WatchedRank
-from paceline._training.workers.worker_failures import (
-    OUTPUT_IS,
-    Told,
-    WorkerExit,
-    WorkerFailedError,
-    told_error,
-)
 from paceline._training.workers.worker_pools import PendingCall
 
 
@@ -42,7 +36,7 @@ class PoolWorker:
         self.is_ready = False
         self.silent_s = 0.0
         self.progress = Progress()
-        self.exit: WorkerExit | None = None
+        self.exit: failures.WorkerExit | None = None
         self.outcome: dict[str, Any] = {}
         self.error: WorkerError | None = None
         self.current: PendingCall | None = None
@@ -68,7 +62,7 @@ class PoolWorker:
         """Note the worker's own program as its current call."""
         self.current = call
 
-    def take_outcome(self, exit_: WorkerExit) -> WorkerExit:
+    def take_outcome(self, exit_: failures.WorkerExit) -> failures.WorkerExit:
         """Return a worker's exit, completed by its program's own report if there is any."""
         if not self.outcome:
             return exit_
@@ -104,10 +98,10 @@ class PoolWorker:
         self._queue.clear()
         self._packed = None
 
-    def told(self) -> Told:
+    def told(self) -> failures.Told:
         """Return the error reported by the worker, for `told_error`."""
         assert self.error is not None
-        return Told(
+        return failures.Told(
             rank=self.rank,
             error=self.error.error,
             traceback=self.error.traceback,
@@ -248,7 +242,9 @@ class FailureDetector:
         self._note_failed(worker, now)
         return None
 
-    def note_exit(self, worker: PoolWorker, exit_: WorkerExit, now: float) -> PoolEnd | None:
+    def note_exit(
+        self, worker: PoolWorker, exit_: failures.WorkerExit, now: float
+    ) -> PoolEnd | None:
         """Note the end of a worker's process; return an end of the pool, if due."""
         worker.exit = exit_
         if self.refusal is not None:
@@ -302,18 +298,20 @@ class FailureDetector:
             self._settle_at = now + (CAUSE_SETTLE_S if worker.is_consequence else _SETTLE_S)
             self._settle_limit = now + LONGEST_CAUSE_S
 
-    def _left(self, worker: PoolWorker, left_by: str | None, exit_code: int) -> WorkerFailedError:
+    def _left(
+        self, worker: PoolWorker, left_by: str | None, exit_code: int
+    ) -> failures.WorkerFailedError:
         traceback = "" if worker.error is None else worker.error.traceback
         return left_error(worker.rank, self._world_size, left_by, exit_code, traceback)
 
-    def _ended(self, worker: PoolWorker, exit_: WorkerExit) -> WorkerFailedError:
+    def _ended(self, worker: PoolWorker, exit_: failures.WorkerExit) -> failures.WorkerFailedError:
         """Return the error for an ended process."""
         count = f", the first of {self._world_size} to fail" if self._world_size > 1 else ""
         what = exit_.describe().replace("rank", "Rank", 1)
-        text = f"{what}{count}{OUTPUT_IS}{self._output}."
+        text = f"{what}{count}{failures.OUTPUT_IS}{self._output}."
         is_signal = exit_.signal is not None and not exit_.finished
         has_left = exit_.lost_with is None and exit_.silence is None and not is_signal
-        return WorkerFailedError(
+        return failures.WorkerFailedError(
             text,
             worker.rank,
             exit_code=exit_.code if has_left else None,
@@ -321,7 +319,7 @@ class FailureDetector:
             is_consequence=exit_.is_consequence,
         )
 
-    def _lost(self, error: WorkerFailedError) -> PoolEnd | None:
+    def _lost(self, error: failures.WorkerFailedError) -> PoolEnd | None:
         first = self._first_failed
         if first is not None and not first.is_consequence:
             # The error that came first explains it.
@@ -361,7 +359,7 @@ class FailureDetector:
             self._first_failed = None
             return self._lost(self._ended(cause, cause.exit))
         others = fold_worker_errors(cause, [worker for worker in failed if worker is not cause])
-        error = told_error(cause.told(), self._world_size, others)
+        error = failures.told_error(cause.told(), self._world_size, others)
         return PoolEnd(error, self._settings.grace_s)
 
     def _is_cause_to_come(self) -> bool:
@@ -404,7 +402,7 @@ class FailureDetector:
                 text = f"Rank {worker.rank} {what}: it gave no sign of life for {silent}"
                 if worker.progress.place:
                     text += f"; before that it was at {worker.progress.place}"
-                error = WorkerFailedError(f"{text}.", worker.rank)
+                error = failures.WorkerFailedError(f"{text}.", worker.rank)
                 return PoolEnd(error, 0.0, wants_stacks=True)
         return None
 
@@ -429,7 +427,7 @@ class FailureDetector:
             f" {worker.progress.idle_s:.3g} s: it {worker.progress.describe()}. The stacks of all"
             " ranks are in the output above."
         )
-        return PoolEnd(WorkerFailedError(text, worker.rank), 0.0, wants_stacks=True)
+        return PoolEnd(failures.WorkerFailedError(text, worker.rank), 0.0, wants_stacks=True)
 
     def _waiting_in_vain(self) -> PoolEnd | None:
         error = None if self._hangs is None else self._hangs.look(self._calls())

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from paceline._base.process_and_network import sleep
-from paceline._training.workers.worker_failures import (
-    NotEnoughWorkersError,
-    PlacementError,
-    PlacementTimeoutError,
-    WorkerFailedError,
-    WorkerStartError,
-)
+from paceline._training.workers import worker_failures as failures
 from paceline._training.workers.worker_pools import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -331,7 +325,7 @@ class Workers(Generic[PoolT]):
         self._elastic.end()
         step = self._elastic.decide(self._certain_capacity(), time.monotonic())
         if isinstance(step, GiveUp):
-            raise NotEnoughWorkersError(
+            raise failures.NotEnoughWorkersError(
                 f"At least {step.wanted} worker(s) must be able to run, but no more than"
                 f" {step.available} could at last, after a wait of {step.waited_s:.3g} s. Hint:"
                 f" {self._hint}",
@@ -350,11 +344,11 @@ class Workers(Generic[PoolT]):
         wanted, self._num_grown = self._num_grown, None
         try:
             self._start(step.num_workers)
-        except PlacementError as error:
+        except failures.PlacementError as error:
             is_fixed = self._limits.least == self._limits.most
-            if is_fixed and isinstance(error, PlacementTimeoutError):
+            if is_fixed and isinstance(error, failures.PlacementTimeoutError):
                 # Placement timeout of a fixed size: the group has waited its full time already.
-                raise NotEnoughWorkersError(
+                raise failures.NotEnoughWorkersError(
                     f"{error} Hint: {self._hint}", step.num_workers, self._capacity()
                 ) from error
             if step.num_workers == self._limits.least:
@@ -362,7 +356,7 @@ class Workers(Generic[PoolT]):
             logger.warning("%s Starting with %d worker(s).", error, self._limits.least)
             self._is_misled = True
             return self.try_form()
-        except (WorkerFailedError, WorkerStartError):
+        except (failures.WorkerFailedError, failures.WorkerStartError):
             if wanted is not None:
                 self._attempts.fail(time.monotonic())
             raise
@@ -493,7 +487,7 @@ class Workers(Generic[PoolT]):
         while True:
             try:
                 return step()
-            except (WorkerFailedError, WorkerStartError) as error:
+            except (failures.WorkerFailedError, failures.WorkerStartError) as error:
                 if not self.pool.can_restart:
                     raise
                 recover(error)

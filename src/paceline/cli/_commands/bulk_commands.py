@@ -6,20 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from paceline.cli._console_output import (
-    experiment_word,
-    format_bytes,
-    num_trials_text,
-    print_answer,
-    print_note,
-)
-from paceline.cli._options_and_errors import (
-    CommandError,
-    DryRun,
-    complete_experiment,
-    confirm,
-    connect,
-)
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
+from paceline.cli._completions import complete_experiment
+from paceline.cli._connection import connect
+from paceline.cli._errors import CommandError
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.experiment_models import (
@@ -100,7 +91,7 @@ def change_experiments(
     with connect() as client:
         if number is not None and not many.dry_run:
             data = change(client.get_experiment(number)).data
-            print_answer(data, told(data))
+            console.print_answer(data, told(data))
             return
         query, archived = many.query or f"experiment = {number}", many.archived
         preview = client.preview_action(
@@ -118,11 +109,11 @@ def change_previewed(
 ) -> None:
     """Show a preview, ask, and act in pieces; the exit code is 1 if some could not be changed."""
     ids = preview.experiment_ids
-    print_note("\n".join(_preview_lines(action, preview)))
+    console.print_note("\n".join(_preview_lines(action, preview)))
     answer: dict[str, Any] = {"action": action, **preview.model_dump(), "is_dry_run": many.dry_run}
     errors: list[dict[str, Any]] = []
     if ids and not many.dry_run:
-        confirm(f"{action.capitalize()} {_number_text(len(ids))}?", is_confirmed=many.yes)
+        options.confirm(f"{action.capitalize()} {_number_text(len(ids))}?", is_confirmed=many.yes)
         num_done = 0
         try:
             for result in client.act_on(action, ids, **arguments):
@@ -130,24 +121,28 @@ def change_previewed(
                 if result.error is not None:
                     errors.append(result.model_dump())
         except BaseException:
-            print_note(f"{num_done} of {len(ids)} are done. The same command goes on.")
+            console.print_note(f"{num_done} of {len(ids)} are done. The same command goes on.")
             raise
     text = "\n".join(f"Experiment {one['experiment_id']}: {one['error']}" for one in errors)
     num_changed = 0 if many.dry_run else len(ids) - len(errors)
     done = f"{action}: {_number_text(num_changed)} changed."
     told = "Dry run: nothing was changed." if many.dry_run else done
-    print_answer({**answer, "failed": errors}, "\n".join(filter(None, [text, told])))
+    console.print_answer({**answer, "failed": errors}, "\n".join(filter(None, [text, told])))
     if errors:
         raise typer.Exit(1)
 
 
 def _preview_lines(action: str, preview: "BulkPreview") -> list[str]:
     number = len(preview.experiment_ids)
-    freed = f", {num_trials_text(preview.num_trials)}"
+    freed = f", {console.num_trials_text(preview.num_trials)}"
     if action == "delete":
         num = preview.num_checkpoints
-        size = format_bytes(preview.checkpoint_bytes)
-        files = f" and {format_bytes(preview.file_bytes)} of files" if preview.file_bytes else ""
+        size = console.format_bytes(preview.checkpoint_bytes)
+        files = (
+            f" and {console.format_bytes(preview.file_bytes)} of files"
+            if preview.file_bytes
+            else ""
+        )
         freed += f" and {num} checkpoint{'s' * (num != 1)} ({size}{files} freed)"
     lines = [f"{action}: {_number_text(number)}{freed}."]
     if number:
@@ -178,7 +173,7 @@ def delete(
     query: ChangedQuery = None,
     archived: Archived = False,
     yes: Yes = False,
-    dry_run: DryRun = False,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Delete ended experiments with all their data.
 
@@ -195,21 +190,21 @@ def delete(
         loss = found.loss()
         if loss.obstacle is not None:
             raise CommandError(loss.obstacle)
-        num_checkpoints, size = loss.num_checkpoints, format_bytes(loss.checkpoint_bytes)
-        print_note(
+        num_checkpoints, size = loss.num_checkpoints, console.format_bytes(loss.checkpoint_bytes)
+        console.print_note(
             f"Deleting experiment {number} ({found.name}) takes away"
-            f" {num_trials_text(loss.num_trials)}, {loss.num_metric_points} metric values and"
-            f" {num_checkpoints} checkpoint{'s' * (num_checkpoints != 1)} ({size})."
+            f" {console.num_trials_text(loss.num_trials)}, {loss.num_metric_points} metric values"
+            f" and {num_checkpoints} checkpoint{'s' * (num_checkpoints != 1)} ({size})."
         )
         if not dry_run:
-            confirm("Delete it?", is_confirmed=yes)
+            options.confirm("Delete it?", is_confirmed=yes)
         left_behind = [] if dry_run else found.delete()
     if left_behind:
         raise CommandError(
             f"Experiment {number} is deleted, but these could not be removed:"
             f" {', '.join(left_behind)}."
         )
-    print_answer(
+    console.print_answer(
         {"experiment_id": number, "is_deleted": not dry_run, **loss.model_dump()},
         "Dry run: nothing was deleted." if dry_run else f"Experiment {number} is deleted.",
     )
@@ -223,7 +218,7 @@ def move(
     query: ChangedQuery = None,
     archived: Archived = False,
     yes: Yes = False,
-    dry_run: DryRun = False,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Move experiments into another project, where you must be an editor as well."""
     change_experiments(
@@ -238,11 +233,13 @@ def move(
 def how_it_stands(data: "ExperimentData") -> str:
     """Return the experiment's state as a sentence, with the outlook of its running trials."""
 
-    text = f"Experiment {data.id} is {experiment_word(data)}"
+    text = f"Experiment {data.id} is {console.experiment_word(data)}"
     if not data.num_running or not (data.state.value == "PAUSED" or data.state.is_stopping):
         return f"{text}."
     is_one = data.num_running == 1
-    text += f"; {num_trials_text(data.num_running)} {'is' if is_one else 'are'} still running"
+    text += (
+        f"; {console.num_trials_text(data.num_running)} {'is' if is_one else 'are'} still running"
+    )
     if data.state.value in ("STOPPING_KILLED", "STOPPING_ERROR"):
         return f"{text} and will be ended."
     seconds = float(data.config.get("preemption_timeout", 600.0))
@@ -261,7 +258,7 @@ def _bulk_command(
         experiment: SomeExperiment = None,
         query: ChangedQuery = None,
         yes: Yes = False,
-        dry_run: DryRun = False,
+        dry_run: options.DryRun = False,
     ) -> None:
         many = Many(experiment, query, yes, dry_run, archived)
         change_experiments(action, many, methodcaller(action), told)
@@ -296,11 +293,11 @@ def delete_checkpoints_of(
         preview = client.preview_checkpoint_deletion(
             query, keep_best=keep_best, keep_latest=keep_latest
         )
-        print_note("\n".join(_checkpoint_lines(preview)))
+        console.print_note("\n".join(_checkpoint_lines(preview)))
         number = len(preview.uuids)
         failed: list[dict[str, Any]] = []
         if number and not dry_run:
-            confirm(f"Delete {_checkpoints_text(number)}?", is_confirmed=yes)
+            options.confirm(f"Delete {_checkpoints_text(number)}?", is_confirmed=yes)
             for uuid in preview.uuids:
                 try:
                     client.get_checkpoint(uuid).delete()
@@ -310,15 +307,16 @@ def delete_checkpoints_of(
     deleted = f"Deleted {_checkpoints_text(number - len(failed))}."
     texts.append("Dry run: nothing was deleted." if dry_run else deleted)
     answer = {**preview.model_dump(), "is_dry_run": dry_run, "failed": failed}
-    print_answer(answer, "\n".join(texts))
+    console.print_answer(answer, "\n".join(texts))
     if failed:
         raise typer.Exit(1)
 
 
 def _checkpoint_lines(preview: "CheckpointPreview") -> list[str]:
     lines = [
-        f"delete: {_checkpoints_text(len(preview.uuids))} of {num_trials_text(preview.num_trials)}"
-        f" ({format_bytes(preview.num_bytes)} freed)."
+        f"delete: {_checkpoints_text(len(preview.uuids))} of"
+        f" {console.num_trials_text(preview.num_trials)}"
+        f" ({console.format_bytes(preview.num_bytes)} freed)."
     ]
     if preview.num_kept:
         lines.append(f"  Kept: {preview.num_kept}, the best or latest of their trials.")

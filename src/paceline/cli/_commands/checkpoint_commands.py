@@ -10,32 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
+from paceline.cli._command_groups import CommandGroup
 from paceline.cli._commands.bulk_commands import delete_checkpoints_of
-from paceline.cli._console_output import (
-    console,
-    format_bytes,
-    format_moment,
-    format_values,
-    print_answer,
-    print_facts,
-    print_json,
-    print_list,
-    print_table,
-    state_text,
-)
-from paceline.cli._options_and_errors import (
-    SHORTEST_PREFIX,
-    CommandError,
-    CommandGroup,
-    DryRun,
-    ExperimentId,
-    Json,
-    Uuid,
-    checkpoint_by_prefix,
-    complete_checkpoint,
-    confirm,
-    connect,
-)
+from paceline.cli._completions import complete_checkpoint
+from paceline.cli._connection import SHORTEST_PREFIX, checkpoint_by_prefix, connect
+from paceline.cli._errors import CommandError
 from paceline.core._read_runs import RUNS_DIRECTORY, list_runs, storage_at, summarize_run
 from paceline.storage._checkpoint_errors import StorageNotInstalledError
 from paceline.storage._checkpoint_storage import restored
@@ -117,23 +98,23 @@ def export(
     model is. Checkpoints in an object store, and those of the master, are downloaded first.
     """
 
-    options: dict[str, Any] = {"model": model, "key": key}
+    arguments: dict[str, Any] = {"model": model, "key": key}
     if file_format == "dcp":
-        options |= {"optimizer": optimizer}
+        arguments |= {"optimizer": optimizer}
     elif optimizer is not None:
         raise CommandError("--optimizer needs --format dcp.")
     if file_format == "safetensors":
-        options |= {"max_shard_size": max_shard_size, "repeat_tied": repeat_tied}
+        arguments |= {"max_shard_size": max_shard_size, "repeat_tied": repeat_tied}
     elif max_shard_size is not None or repeat_tied:
         raise CommandError("--max-shard-size and --repeat-tied need --format safetensors.")
     _check_export_output(output, is_directory=max_shard_size is not None)
     try:
         with _files_to_export(checkpoint, run) as path:
-            _write_export(path, output, file_format, options)
+            _write_export(path, output, file_format, arguments)
     except (ValueError, OSError) as error:
         # Message of the cause: the error may name a local copy unknown to the user.
         raise CommandError(f"Checkpoint {checkpoint!r} cannot be exported: {error}") from error
-    print_answer({"path": str(output)}, str(output))
+    console.print_answer({"path": str(output)}, str(output))
 
 
 def _check_export_output(output: Path, *, is_directory: bool) -> None:
@@ -252,11 +233,11 @@ def _export_from_master(uuid: str, target: Path) -> Path:
         ) from error
 
 
-def _write_export(path: Path, output: Path, file_format: str, options: dict[str, Any]) -> None:
+def _write_export(path: Path, output: Path, file_format: str, arguments: dict[str, Any]) -> None:
     from paceline import pytorch
 
     function: Any = pytorch.export_dcp if file_format == "dcp" else pytorch.export_weights
-    exported = function(path, output, **options)
+    exported = function(path, output, **arguments)
     if exported.base is not None:
         typer.echo(
             f"The file holds what was trained. It must be added to the base"
@@ -286,7 +267,7 @@ OutputDirectory = Annotated[
 
 @checkpoint_app.command("list", is_list=True)
 def list_checkpoints(
-    experiment: ExperimentId,
+    experiment: options.ExperimentId,
     best: Annotated[bool, typer.Option("--best", help="Sort by metric, best first.")] = False,
     deleted: Annotated[
         bool, typer.Option("--deleted", help="Also show checkpoints with deleted files.")
@@ -299,10 +280,10 @@ def list_checkpoints(
     shown = [c for c in found if deleted or c.state.value != "DELETED"]
     rows: list[list[Any]] = []
     for c in shown:
-        row = [c.uuid, c.trial_id, c.steps_completed, c.metric, format_bytes(c.data.size)]
-        rows.append([*row, state_text(c.state.value)] if deleted else row)
+        row = [c.uuid, c.trial_id, c.steps_completed, c.metric, console.format_bytes(c.data.size)]
+        rows.append([*row, console.state_text(c.state.value)] if deleted else row)
     titles = ["UUID", "Trial", "Batches", "Metric", "Size"]
-    print_list(
+    console.print_list(
         [checkpoint.data for checkpoint in shown],
         [*titles, "State"] if deleted else titles,
         rows,
@@ -312,30 +293,32 @@ def list_checkpoints(
 
 
 @checkpoint_app.command()
-def describe(uuid: Uuid, json: Json = False) -> None:
+def describe(uuid: options.Uuid, json: options.Json = False) -> None:
     """Show the metadata and files of a checkpoint."""
 
     with connect() as client:
         checkpoint = checkpoint_by_prefix(client, uuid)
     data = checkpoint.data
     if json:
-        print_json(data)
+        console.print_json(data)
         return
-    print_facts(
+    console.print_facts(
         [
             ("UUID", data.uuid),
-            ("State", state_text(data.state.value)),
+            ("State", console.state_text(data.state.value)),
             ("Trial", f"{data.trial_id} (experiment {data.experiment_id})"),
             ("Batches", data.steps_completed),
             ("Metric", checkpoint.metric),
-            ("Metadata", format_values(data.metadata)),
-            ("Stored", format_moment(data.created_at)),
+            ("Metadata", console.format_values(data.metadata)),
+            ("Stored", console.format_moment(data.created_at)),
             ("Storage", data.storage),
         ]
     )
-    console().print()
+    console.stdout().print()
     files = sorted(data.resources.items())
-    print_table(["File", "Size"], [(n, format_bytes(s)) for n, s in files], right=["Size"])
+    console.print_table(
+        ["File", "Size"], [(n, console.format_bytes(s)) for n, s in files], right=["Size"]
+    )
 
 
 @checkpoint_app.command()
@@ -362,7 +345,7 @@ def download(
     else:
         with connect() as client:
             path = checkpoint_by_prefix(client, uuid).download(output, mode=mode)
-    print_answer({"path": str(path)}, str(path))
+    console.print_answer({"path": str(path)}, str(path))
 
 
 def _download_from_store(url: str, output: Path | None) -> Path:
@@ -418,7 +401,7 @@ def delete(
     keep_best: KeptNumber = 0,
     keep_latest: KeptNumber = 0,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    dry_run: DryRun = False,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Delete the files of checkpoints, or some of the files."""
     if bool(uuids) == (query is not None) or (query is not None and glob):
@@ -442,11 +425,11 @@ def delete(
         names = ", ".join(checkpoint.uuid for checkpoint in found)
         which = f"the files {', '.join(glob)}" if glob else "the files"
         if dry_run:
-            size = format_bytes(sum(checkpoint.data.size for checkpoint in found))
+            size = console.format_bytes(sum(checkpoint.data.size for checkpoint in found))
             text = f"Dry run: {which} of {names} ({size}) would be deleted. Nothing was deleted."
-            print_answer([checkpoint.data for checkpoint in found], text)
+            console.print_answer([checkpoint.data for checkpoint in found], text)
             return
-        confirm(f"Delete {which} of {names}?", is_confirmed=yes)
+        options.confirm(f"Delete {which} of {names}?", is_confirmed=yes)
         texts = []
         for checkpoint in found:
             checkpoint.delete(glob or None)
@@ -455,4 +438,4 @@ def delete(
             lost -= len(left.resources) if left.state.value != "DELETED" else 0
             of = f"{lost} files of " if glob else ""
             texts.append(f"Deleted {of}{checkpoint.uuid}.")
-    print_answer([checkpoint.data for checkpoint in found], "\n".join(texts))
+    console.print_answer([checkpoint.data for checkpoint in found], "\n".join(texts))

@@ -12,28 +12,12 @@ import msgspec
 import typer
 
 from paceline._base.progress_display import format_duration
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
 from paceline.cli._commands.rule_commands import check_early, code_directory, resolve_dry_run
-from paceline.cli._console_output import (
-    console,
-    format_bytes,
-    num_trials_text,
-    print_answer,
-    print_json,
-    print_table,
-    print_warning,
-)
+from paceline.cli._connection import connect
+from paceline.cli._errors import CommandError
 from paceline.cli._experiment_description import created_text, newest_before, print_created
-from paceline.cli._options_and_errors import (
-    AllLogs,
-    CommandError,
-    ConfigFile,
-    DryRun,
-    Follow,
-    Json,
-    Overrides,
-    RequestKey,
-    connect,
-)
 
 if TYPE_CHECKING:
     from paceline.client._experiment_and_trial import Experiment
@@ -45,7 +29,7 @@ _DEFAULT_PORT = 8080
 
 
 def create(
-    config: ConfigFile,
+    config: options.ConfigFile,
     directory: Annotated[
         Path | None,
         typer.Argument(
@@ -54,8 +38,8 @@ def create(
             metavar="DIR",
         ),
     ] = None,
-    follow: Follow = False,
-    overrides: Overrides = [],  # noqa: B006
+    follow: options.Follow = False,
+    overrides: options.Overrides = [],  # noqa: B006
     paused: Annotated[
         bool, typer.Option("--paused", help="Create it, but do not start it.")
     ] = False,
@@ -78,8 +62,8 @@ def create(
     start_master: Annotated[
         bool, typer.Option("--start-master", help="Start a master if none runs.")
     ] = False,
-    logs: AllLogs = False,
-    key: RequestKey = None,
+    logs: options.AllLogs = False,
+    key: options.RequestKey = None,
     project: Annotated[
         str | None, typer.Option(metavar="NAME", help="Project. Default: your first one.")
     ] = None,
@@ -87,8 +71,8 @@ def create(
         str | None,
         typer.Option(metavar="NAME", help="Template for what the config leaves open."),
     ] = None,
-    dry_run: DryRun = False,
-    json: Json = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
 ) -> None:
     """Create an experiment from a config and code."""
     from paceline.config._validate_config import load_config
@@ -101,7 +85,7 @@ def create(
     if local:
         checked = load_config(config, overrides)
         for warning in checked.warnings:
-            print_warning(warning)
+            console.print_warning(warning)
         directory = code_directory(checked, config, directory)
         from paceline.cli._commands.run_command import run_locally
 
@@ -119,7 +103,7 @@ def create(
         with _master_to_submit_to(start_master):
             checked = client.resolve_config(config, overrides, project=project, template=template)
             for warning in checked.warnings:
-                print_warning(warning)
+                console.print_warning(warning)
             directory = code_directory(checked, config, directory)
             submitted = config.read_text(encoding="utf-8")
             before = newest_before(client, key)
@@ -160,7 +144,7 @@ def _submit_experiment(
     experiment = send(config, directory, not paused, submitted_config=submitted)
     for warning in experiment.data.warnings:
         if warning not in config.warnings:
-            print_warning(warning)
+            console.print_warning(warning)
     if directory is None:
         typer.echo("Sent no files: the entrypoint runs in `environment.working_dir`.", err=True)
     else:
@@ -179,7 +163,7 @@ def _code_size(directory: Path | None) -> tuple[int, int]:
 
 def _files_text(num_files: int, num_bytes: int) -> str:
 
-    return f"{num_files} file{'s' * (num_files != 1)} ({format_bytes(num_bytes)})"
+    return f"{num_files} file{'s' * (num_files != 1)} ({console.format_bytes(num_bytes)})"
 
 
 def _print_dry_run(
@@ -193,12 +177,12 @@ def _print_dry_run(
     num_trials = sum(row.trials for row in rows)
     facts = {"num_trials": num_trials, "num_files": num_files, "num_bytes": num_bytes}
     for warning in config.warnings:
-        print_warning(warning)
+        console.print_warning(warning)
     told = "".join(f"\nFrom {whose}: {path}" for path, whose in filled.items())
-    print_answer(
+    console.print_answer(
         {"config": config.to_json(), "filled": dict(filled), **facts},
         f"Dry run: the config is valid. Experiment {config.name} would have"
-        f" {num_trials_text(num_trials)} ({config.searcher.name}), and"
+        f" {console.num_trials_text(num_trials)} ({config.searcher.name}), and"
         f" {_files_text(num_files, num_bytes)} of code would be sent. Nothing was created.{told}",
     )
 
@@ -229,7 +213,11 @@ def _master_to_submit_to(start: bool) -> Iterator[None]:
         raise
 
 
-def preview_search(config: ConfigFile, overrides: Overrides = [], json: Json = False) -> None:  # noqa: B006
+def preview_search(
+    config: options.ConfigFile,
+    overrides: options.Overrides = [],  # noqa: B006
+    json: options.Json = False,
+) -> None:
     """Preview the search of a config.
 
     The command prints the number of trials and their lengths. It needs no master. A real search can
@@ -241,7 +229,7 @@ def preview_search(config: ConfigFile, overrides: Overrides = [], json: Json = F
     checked = load_config(config, overrides)
     result = preview(checked.search_config(), checked.hyperparameters)
     if json:
-        print_json(_preview_as_json(checked, result))
+        console.print_json(_preview_as_json(checked, result))
     else:
         _print_preview(checked, result)
 
@@ -278,26 +266,28 @@ def _print_preview(config: "ExperimentConfig", result: "Preview") -> None:
 
     unit = _unit(config)
     total = sum(row.trials for row in result.rows)
-    console().print(f"{config.searcher.name}: {total} {'trial' if total == 1 else 'trials'}")
+    console.stdout().print(f"{config.searcher.name}: {total} {'trial' if total == 1 else 'trials'}")
     for name, values in _varies(config).items():
-        console().print(f"{name}: {values}")
+        console.stdout().print(f"{name}: {values}")
     title = "Trained for" if not result.brackets else f"Trained for ({unit})"
     whole = "their whole length"
     if config.searcher.wants_reports and not result.brackets:
         whole = "at most their whole length"
     rows = [(row.trials, row.units or whole) for row in result.rows]
-    print_table(["Trials", title], rows, right=["Trials", title])
+    console.print_table(["Trials", title], rows, right=["Trials", title])
     if len(result.brackets) > 1:
-        console().print()
+        console.stdout().print()
         brackets = [
             (number, plan.trials, ", ".join(map(str, plan.units)))
             for number, plan in enumerate(result.brackets, start=1)
         ]
-        print_table(["Bracket", "Trials", f"Rungs ({unit})"], brackets, right=["Bracket", "Trials"])
+        console.print_table(
+            ["Bracket", "Trials", f"Rungs ({unit})"], brackets, right=["Bracket", "Trials"]
+        )
     if result.brackets:
-        console().print()
+        console.stdout().print()
         work = sum(row.trials * (row.units or 0) for row in result.rows)
-        console().print(f"In total {work} {unit}.")
+        console.stdout().print(f"In total {work} {unit}.")
 
 
 Door = Literal["core", "trial", "function", "creators", "declarative"]
@@ -343,7 +333,7 @@ def init(
             file.write(text)
     main = "run.yaml" if "run.yaml" in files else "train.py"
     enter = "" if directory.resolve() == Path.cwd() else f"cd {directory} && "
-    print_answer(
+    console.print_answer(
         {"directory": str(directory), "door": door, "files": list(files), "main": main},
         f"Made a project in {directory}: {', '.join(files)}.\n"
         f"Start it with: {enter}paceline run {main}",
@@ -369,8 +359,8 @@ _WHOLE = 100
 
 
 def simulate_search(
-    config: ConfigFile,
-    overrides: Overrides = [],  # noqa: B006
+    config: options.ConfigFile,
+    overrides: options.Overrides = [],  # noqa: B006
     curves: Annotated[
         str | None,
         typer.Option(
@@ -383,7 +373,7 @@ def simulate_search(
     seeds: Annotated[
         int, typer.Option(min=1, max=1000, metavar="K", help="Number of simulated searches.")
     ] = 10,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Simulate a search: its time, slot hours, trials for each length, and best values.
 
@@ -401,7 +391,7 @@ def simulate_search(
     results = [_simulate(checked, seed, given, slots // each) for seed in range(seeds)]
     shown = _as_json(checked, results, each, None if given is None else len(given))
     if json:
-        print_json(shown)
+        console.print_json(shown)
     else:
         _print(shown, checked)
 
@@ -516,7 +506,7 @@ def _spread(values: "Sequence[float | None]") -> dict[str, float]:
 
 def _print(shown: dict[str, Any], config: "ExperimentConfig") -> None:
     curves = "imaginary curves" if shown["num_curves"] is None else f"{shown['num_curves']} curves"
-    output, wall = console(), shown["wall_s"]
+    output, wall = console.stdout(), shown["wall_s"]
     output.print(
         f"{shown['searcher']}: {shown['num_searches']} simulated searches on {curves}\n"
         f"Takes {format_duration(wall['mean'])} ({format_duration(wall['min'])} to"
@@ -529,5 +519,5 @@ def _print(shown: dict[str, Any], config: "ExperimentConfig") -> None:
         (["After", f"Best {config.searcher.metric}", "From", "To"], best),
     ):
         rows = [(first, row["mean"], row["min"], row["max"]) for first, row in found]
-        print_table(titles, rows, right=titles)
+        console.print_table(titles, rows, right=titles)
         output.print()

@@ -26,23 +26,11 @@ from paceline._base.machine_checks import (
     failure_reason,
 )
 from paceline._base.progress_display import format_duration
-from paceline.cli._console_output import (
-    format_bytes,
-    format_moment,
-    print_json,
-    print_json_line,
-    print_list,
-)
-from paceline.cli._options_and_errors import (
-    CommandError,
-    CommandGroup,
-    Home,
-    Json,
-    chosen_master,
-    connect,
-    home_of,
-    report_error,
-)
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
+from paceline.cli._command_groups import CommandGroup
+from paceline.cli._connection import chosen_master, connect
+from paceline.cli._errors import CommandError, report_error
 
 if TYPE_CHECKING:
     from paceline._cluster.master.upkeep.backup import Backup, BackupResult
@@ -83,8 +71,8 @@ def backup(
             min=1, metavar="N", help="Keep the newest N backups in TO, and delete others."
         ),
     ] = None,
-    home: Home = None,
-    json: Json = False,
+    home: options.Home = None,
+    json: options.Json = False,
 ) -> None:
     """Back up the home of a master; the master may run meanwhile.
 
@@ -95,7 +83,7 @@ def backup(
 
     if every is not None and not follow:
         raise CommandError("`--every` must come with `--follow`, but it is missing.")
-    directory = home_of(home)
+    directory = options.home_of(home)
     made = Backup(directory, to.expanduser(), checkpoints=checkpoints)
     with made.hold():
         if follow:
@@ -130,7 +118,7 @@ def _tell_backup(result: "BackupResult", *, json: bool) -> None:
 
     content = result.content
     if json:
-        print_json_line(
+        console.print_json_line(
             {
                 "path": str(result.path),
                 "num_files": len(content.files),
@@ -143,9 +131,9 @@ def _tell_backup(result: "BackupResult", *, json: bool) -> None:
         sys.stdout.flush()
         return
     typer.echo(
-        f"Backed up {len(content.files)} files ({format_bytes(content.num_bytes)}) to"
+        f"Backed up {len(content.files)} files ({console.format_bytes(content.num_bytes)}) to"
         f" {result.path}; new or changed: {result.num_copied}"
-        f" ({format_bytes(result.num_bytes_copied)})."
+        f" ({console.format_bytes(result.num_bytes_copied)})."
     )
     if content.left_out:
         typer.echo(f"Left out: {', '.join(content.left_out)}.")
@@ -181,8 +169,8 @@ def restore(
     keep_passwords: Annotated[
         bool, typer.Option("--keep-passwords", help="Without --old-home: keep passwords.")
     ] = False,
-    home: Home = None,
-    json: Json = False,
+    home: options.Home = None,
+    json: options.Json = False,
 ) -> None:
     """Make an empty or missing home from a backup.
 
@@ -203,7 +191,7 @@ def restore(
             )
         _restore_copy(source.expanduser().absolute(), json=json)
         return
-    directory = home_of(home)
+    directory = options.home_of(home)
     try:
         result = restore_home(
             source.expanduser(),
@@ -227,7 +215,7 @@ def _restore_copy(copy: Path, *, json: bool) -> None:
     moved_to, access = restore_copy(copy)
     if json:
         found = {"backup": str(copy), "home": str(copy.parent), "set_aside": str(moved_to)}
-        print_json(found | _access_as_json(access))
+        console.print_json(found | _access_as_json(access))
         return
     typer.echo(
         f"Restored {copy.name} as the database of {copy.parent}. The newer one is in {moved_to}.\n"
@@ -271,7 +259,7 @@ def _tell_restored(result: "RestoreResult", home: Path, *, json: bool) -> None:
 
     content = result.content
     if json:
-        print_json(
+        console.print_json(
             {
                 "backup": str(result.path),
                 "created": content.created,
@@ -285,8 +273,8 @@ def _tell_restored(result: "RestoreResult", home: Path, *, json: bool) -> None:
         )
         return
     typer.echo(
-        f"Restored {len(content.files)} files ({format_bytes(content.num_bytes)}) of"
-        f" {format_moment(content.created)} into {home}."
+        f"Restored {len(content.files)} files ({console.format_bytes(content.num_bytes)}) of"
+        f" {console.format_moment(content.created)} into {home}."
     )
     if content.left_out:
         typer.echo(f"Not in the backup: {', '.join(content.left_out)}.")
@@ -324,8 +312,8 @@ def check(
     quick: Annotated[
         bool, typer.Option("--quick", help="Compare sizes of checkpoints instead of their bytes.")
     ] = False,
-    home: Home = None,
-    json: Json = False,
+    home: options.Home = None,
+    json: options.Json = False,
 ) -> None:
     """Compare the database of a home with its records, code, logs, journals and checkpoints.
 
@@ -335,11 +323,11 @@ def check(
     from paceline._cluster.master.upkeep.check import check
     from paceline._cluster.master.upkeep.check import fix as fix_damage
 
-    directory = home_of(home)
+    directory = options.home_of(home)
     result = (fix_damage if fix else check)(directory, is_quick=quick)
     if json:
         findings = [asdict(finding) for finding in result.findings]
-        print_json(
+        console.print_json(
             {"home": str(directory), "master_runs": result.master_runs, "findings": findings}
         )
     else:
@@ -382,7 +370,7 @@ def doctor() -> None:
     from rich.text import Text
 
     found = list(_findings())
-    print_list(
+    console.print_list(
         [finding._asdict() for finding in found],
         ["Level", "Check", "Detail"],
         [
@@ -405,7 +393,7 @@ def _findings() -> Iterator[Finding]:
     yield from check_devices()
     yield from _check_clusters()
     yield check_directory("Run directory", Path("paceline_runs"))
-    yield check_directory("Home", home_of(None))
+    yield check_directory("Home", options.home_of(None))
     yield from _check_network()
     yield from _check_packages()
     yield _check_master()
@@ -435,7 +423,7 @@ def _check_network() -> Iterator[Finding]:
     except OSError as error:
         hint = "several machines need it: add the name to DNS or /etc/hosts."
         yield Finding("Host", f"{host} has no address ({error})", "warning", hint)
-    if is_port_free(_PORT) or running_master(home_of(None)) is not None:
+    if is_port_free(_PORT) or running_master(options.home_of(None)) is not None:
         yield Finding("Port", f"{_PORT} is free, or used by the master of this home")
     else:
         hint = "start the master with `paceline up --port 0`."
@@ -477,7 +465,7 @@ def _check_master() -> Finding:
     from paceline.client._http_session import MASTER_VARIABLE, ClientError
 
     is_named = chosen_master.get() or os.environ.get(MASTER_VARIABLE)
-    if not is_named and running_master(home_of(None)) is None:
+    if not is_named and running_master(options.home_of(None)) is None:
         return Finding("Master", "none runs in this home; `paceline up` starts one")
     try:
         with connect() as client:

@@ -9,30 +9,14 @@ import typer
 from paceline._base.imports import flatten
 from paceline._base.journal_records import encode_metrics
 from paceline._base.run_directory import RunDirectory
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
 from paceline.cli._commands.bulk_commands import Archived, ChangedQuery, Many, Yes, change_previewed
 from paceline.cli._commands.experiment_commands import experiment_app
 from paceline.cli._commands.runs_commands import find_run, run_groups, run_state_name, runs_app
-from paceline.cli._console_output import (
-    console,
-    format_number,
-    format_values,
-    print_agent_hint,
-    print_answer,
-    print_json,
-    print_list,
-    state_text,
-)
-from paceline.cli._options_and_errors import (
-    CommandError,
-    DryRun,
-    ExperimentId,
-    Json,
-    Limits,
-    RequestKey,
-    complete_experiment,
-    connect,
-    nested_overrides,
-)
+from paceline.cli._completions import complete_experiment
+from paceline.cli._connection import connect
+from paceline.cli._errors import CommandError
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.experiment_models import Relative
@@ -42,7 +26,7 @@ if TYPE_CHECKING:
 
 @experiment_app.command()
 def propose(
-    experiment: ExperimentId,
+    experiment: options.ExperimentId,
     values: Annotated[
         list[str] | None,
         typer.Argument(
@@ -54,29 +38,35 @@ def propose(
     by: Annotated[
         str, typer.Option(metavar="NAME", help="Who proposes. The default is the user.")
     ] = "",
-    key: RequestKey = None,
+    key: options.RequestKey = None,
 ) -> None:
     """Propose hyperparameters for the next trial of a search, or show the proposals."""
     with connect() as client:
         found = client.get_experiment(experiment)
         if values:
-            made = found.propose(nested_overrides(values), why=why, by=by, key=key)
+            made = found.propose(options.nested_overrides(values), why=why, by=by, key=key)
         proposals = [made] if values else found.proposals()
     if not values:
         rows = [
-            (one.number, format_values(one.hparams), one.trial_id or one.problem, one.by, one.why)
+            (
+                one.number,
+                console.format_values(one.hparams),
+                one.trial_id or one.problem,
+                one.by,
+                one.why,
+            )
             for one in proposals
         ]
         titles = ["Number", "Hyperparameters", "Trial", "By", "Why"]
-        print_list(proposals, titles, rows, right=["Number"], empty="No proposals.")
+        console.print_list(proposals, titles, rows, right=["Number"], empty="No proposals.")
         return
     where = "waits for the next trial" if made.trial_id is None else f"is trial {made.trial_id}"
-    print_answer([made], f"Proposal {made.number} for experiment {experiment} {where}.")
-    print_agent_hint(f"`paceline e propose {experiment}` shows which trial took it.")
+    console.print_answer([made], f"Proposal {made.number} for experiment {experiment} {where}.")
+    console.print_agent_hint(f"`paceline e propose {experiment}` shows which trial took it.")
 
 
 @experiment_app.command("tree", is_list=True)
-def show_tree(experiment: ExperimentId) -> None:
+def show_tree(experiment: options.ExperimentId) -> None:
     """Show what an experiment came from, and all that came of that."""
     with connect() as client:
         found = client.get_experiment(experiment).tree()
@@ -85,39 +75,45 @@ def show_tree(experiment: ExperimentId) -> None:
     for one in found:
         depths[one.id] = depths[one.parent] + 1
         rows.append(_tree_row(one, depths[one.id]))
-    print_list(found, ["Experiment", "Name", "State", "Best metric", "Code"], rows)
+    console.print_list(found, ["Experiment", "Name", "State", "Best metric", "Code"], rows)
 
 
 def _tree_row(one: "Relative", depth: int) -> tuple[Any, ...]:
     code = "changed" if one.has_changed_code else None
-    return "  " * depth + str(one.id), one.name, state_text(one.state), one.best_metric, code
+    return (
+        "  " * depth + str(one.id),
+        one.name,
+        console.state_text(one.state),
+        one.best_metric,
+        code,
+    )
 
 
 @experiment_app.command()
 def diff(
-    experiment: ExperimentId,
+    experiment: options.ExperimentId,
     since: Annotated[
         int | None,
         typer.Option(metavar="ID", help="Compare with this experiment, not with its parent."),
     ] = None,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Show how the code of an experiment differs from that of the one it came from."""
     with connect() as client:
         found = client.get_experiment(experiment).diff(since)
     if json:
-        print_json(found)
+        console.print_json(found)
         return
     if not found.files:
-        console().print(f"The code is that of experiment {found.since}.")
+        console.stdout().print(f"The code is that of experiment {found.since}.")
     for file in found.files:
         text = file.diff or f"{file.change} {file.path}: not shown, as it is large or no text"
-        console().print(text, soft_wrap=True)
+        console.stdout().print(text, soft_wrap=True)
 
 
 @experiment_app.command()
 def repeat(
-    experiment: ExperimentId,
+    experiment: options.ExperimentId,
     seeds: Annotated[int, typer.Option(min=2, metavar="N", help="Number of repeats.")] = 5,
     trial: Annotated[
         int | None, typer.Option(metavar="TRIAL", help="Trial. The default is the best one.")
@@ -128,7 +124,7 @@ def repeat(
     paused: Annotated[
         bool, typer.Option("--paused", help="Create them, but do not start them.")
     ] = False,
-    key: RequestKey = None,
+    key: options.RequestKey = None,
 ) -> None:
     """Repeat the best trial of an experiment with other seeds: is the gain real?
 
@@ -142,12 +138,14 @@ def repeat(
             raise CommandError(str(error)) from error
     names = " and ".join(str(one.id) for one in made)
     plural = "s" * (len(made) > 1)
-    print_answer(
+    console.print_answer(
         [one.data for one in made],
         f"Created experiment{plural} {names} with {seeds} repeats{' each' * (len(made) > 1)}.",
     )
     waits = " && ".join(f"paceline e wait {one.id}" for one in made)
-    print_agent_hint(f"`{waits} && paceline e describe {experiment} --json` has the answer.")
+    console.print_agent_hint(
+        f"`{waits} && paceline e describe {experiment} --json` has the answer."
+    )
 
 
 _KINDS = ("last", "min", "max")
@@ -246,20 +244,20 @@ def _show(columns: list[dict[str, Any]]) -> None:
     # Validation first: it decides.
     for name in sorted(names, key=lambda name: not name.startswith("validation/")):
         rows.append((name, *(_metric_text(column["metrics"].get(name)) for column in columns)))
-    print_list(columns, ["", *(column["name"] for column in columns)], rows)
+    console.print_list(columns, ["", *(column["name"] for column in columns)], rows)
 
 
 def _metric_text(found: dict[str, Any] | None) -> str | None:
     """Return the last value, with the least and the greatest one if there were several."""
     if found is None:
         return None
-    last, least, most = (format_number(found[kind]) for kind in _KINDS)
+    last, least, most = (console.format_number(found[kind]) for kind in _KINDS)
     return last if found["min"] is None or least == most else f"{last} ({least} to {most})"
 
 
 @experiment_app.command("set")
 def set_fields(
-    experiment: ExperimentId,
+    experiment: options.ExperimentId,
     priority: Annotated[
         int | None,
         typer.Option(min=1, max=99, metavar="N", help="Priority: 1 comes first, 99 last."),
@@ -270,12 +268,12 @@ def set_fields(
     max_slots: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Most slots at once; 0 for no limit.")
     ] = None,
-    limits: Limits = [],  # noqa: B006
+    limits: options.Limits = [],  # noqa: B006
 ) -> None:
     """Set the priority, the weight, the most slots or the limits of the search of an experiment."""
     given = {"priority": priority, "weight": weight, "max_slots": max_slots}
     changes = {name: value for name, value in given.items() if value is not None}
-    new_limits = nested_overrides(limits)
+    new_limits = options.nested_overrides(limits)
     if not changes and not new_limits:
         raise CommandError("`--priority`, `--weight`, `--max-slots` or `--limit` must be given.")
     with connect() as client:
@@ -306,7 +304,7 @@ def label(
     query: ChangedQuery = None,
     archived: Archived = False,
     yes: Yes = False,
-    dry_run: DryRun = False,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Show the labels of an experiment, or add or remove some."""
     given = list(labels or [])
@@ -345,7 +343,7 @@ def _label_many(labels: list[str], remove: bool, many: Many) -> None:
 
 @experiment_app.command()
 def rename(
-    experiment: ExperimentId,
+    experiment: options.ExperimentId,
     name: Annotated[str, typer.Argument(help="The new name.", metavar="NAME")],
 ) -> None:
     """Give an experiment another name."""
@@ -356,7 +354,7 @@ def rename(
 
 @experiment_app.command()
 def note(
-    experiment: ExperimentId,
+    experiment: options.ExperimentId,
     text: Annotated[
         str | None, typer.Argument(help="The new notes; none to show them.", metavar="TEXT")
     ] = None,
@@ -373,8 +371,8 @@ def note(
     told = f"Experiment {experiment} has new notes."
     if text is None:
         told = found.data.notes or f"Experiment {experiment} has no notes."
-    print_answer(found.data, told)
+    console.print_answer(found.data, told)
 
 
 def _show_changed(experiment: "Experiment", told: str) -> None:
-    print_answer(experiment.data, f"Experiment {experiment.id} {told}.")
+    console.print_answer(experiment.data, f"Experiment {experiment.id} {told}.")

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline._base.arguments_and_errors import seconds_of
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
+from paceline.cli._command_groups import CommandGroup
 from paceline.cli._commands.bulk_commands import (
     activate,
     archive,
@@ -23,20 +26,8 @@ from paceline.cli._commands.bulk_commands import (
 )
 from paceline.cli._commands.checkpoint_commands import list_checkpoints
 from paceline.cli._commands.create_command import create
-from paceline.cli._console_output import (
-    EXPERIMENT_WORDS,
-    Age,
-    exit_code,
-    experiment_word,
-    lost_records_text,
-    print_agent_hint,
-    print_answer,
-    print_hint,
-    print_list,
-    print_note,
-    progress_text,
-    state_text,
-)
+from paceline.cli._connection import connect
+from paceline.cli._errors import CommandError
 from paceline.cli._experiment_description import (
     created_text,
     describe,
@@ -46,25 +37,6 @@ from paceline.cli._experiment_description import (
     print_created,
     print_trials,
     result_fields,
-)
-from paceline.cli._options_and_errors import (
-    AllLogs,
-    ChangedCode,
-    CommandError,
-    CommandGroup,
-    DryRun,
-    ExperimentId,
-    Follow,
-    JsonLines,
-    Limit,
-    Limits,
-    Overrides,
-    QueryText,
-    RequestKey,
-    Tail,
-    Timestamps,
-    connect,
-    nested_overrides,
 )
 
 if TYPE_CHECKING:
@@ -77,20 +49,20 @@ def _change(experiment: int, text: str, change: "Callable[[Experiment], Experime
     """Change an experiment and print the changed experiment, or a text for people."""
 
     with connect() as client:
-        print_answer(change(client.get_experiment(experiment)).data, text)
+        console.print_answer(change(client.get_experiment(experiment)).data, text)
 
 
 def fork(
-    experiment: ExperimentId,
-    directory: ChangedCode = None,
-    overrides: Overrides = [],  # noqa: B006
+    experiment: options.ExperimentId,
+    directory: options.ChangedCode = None,
+    overrides: options.Overrides = [],  # noqa: B006
     paused: Annotated[
         bool, typer.Option("--paused", help="Create it, but do not start it.")
     ] = False,
-    follow: Follow = False,
-    logs: AllLogs = False,
-    key: RequestKey = None,
-    dry_run: DryRun = False,
+    follow: options.Follow = False,
+    logs: options.AllLogs = False,
+    key: options.RequestKey = None,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Create a copy of an experiment.
 
@@ -99,11 +71,11 @@ def fork(
     """
 
     with connect() as client:
-        found, changes = client.get_experiment(experiment), nested_overrides(overrides)
+        found, changes = client.get_experiment(experiment), options.nested_overrides(overrides)
         if dry_run:
             config = found.forked_config(changes)
             text = f"Dry run: the config of {config['name']} is valid. Nothing was created."
-            print_answer({"config": config}, text)
+            console.print_answer({"config": config}, text)
             return
         before = newest_before(client, key)
         made = found.fork(changes, activate=not paused, key=key, code=directory)
@@ -112,7 +84,7 @@ def fork(
 
 
 def download(
-    experiment: ExperimentId,
+    experiment: options.ExperimentId,
     directory: Annotated[
         Path | None,
         typer.Argument(
@@ -125,7 +97,7 @@ def download(
     target = Path(f"experiment-{experiment}") if directory is None else directory
     with connect() as client:
         num_files = client.get_experiment(experiment).download_code(target)
-    print_answer(
+    console.print_answer(
         {"path": str(target), "num_files": num_files},
         f"Wrote config.yaml and {num_files} file{'s' * (num_files != 1)} into {target}.",
     )
@@ -148,7 +120,7 @@ for _other_command in (archive, unarchive, delete, move, download):
 
 @experiment_app.command()
 def set_max_slots(
-    experiment: ExperimentId,
+    experiment: options.ExperimentId,
     max_slots: Annotated[
         str, typer.Argument(metavar="NUMBER", help="Number of slots, or none for no limit.")
     ],
@@ -164,7 +136,7 @@ def set_max_slots(
 
 @experiment_app.command()
 def set_priority(
-    experiment: ExperimentId,
+    experiment: options.ExperimentId,
     priority: Annotated[
         int,
         typer.Argument(
@@ -179,7 +151,7 @@ def set_priority(
 
 @experiment_app.command()
 def set_weight(
-    experiment: ExperimentId,
+    experiment: options.ExperimentId,
     weight: Annotated[
         float, typer.Argument(metavar="WEIGHT", help="A number above 0; the default is 1.")
     ],
@@ -193,7 +165,7 @@ def set_weight(
 
 @experiment_app.command("list", is_list=True)
 def list_experiments(
-    limit: Limit = 20,
+    limit: options.Limit = 20,
     state: Annotated[
         StateWord | None,
         typer.Option("--state", case_sensitive=False, help="Show only this state."),
@@ -229,7 +201,7 @@ def list_experiments(
     everyone: Annotated[
         bool, typer.Option("--everyone", help="Show those of all users whose projects you see.")
     ] = False,
-    query: QueryText = None,
+    query: options.QueryText = None,
 ) -> None:
     """List experiments, newest first. One fits a query if one of its trials does.
 
@@ -247,18 +219,18 @@ def list_experiments(
         filters = {"labels": labels or (), "where": where, "owner": owner, "project": project}
         filters["query"] = query
         found = _listed(client, state, limit, "only" if archived else "no", filters)
-    print_list(
+    console.print_list(
         found,
         ["ID", "Name", "State", "Progress", "Trials", "Best metric", "Created", "Kind", "Owner"],
         [
             (
                 e.id,
                 e.name,
-                state_text(experiment_word(e)),
-                progress_text(e),
+                console.state_text(console.experiment_word(e)),
+                console.progress_text(e),
                 e.num_trials,
                 e.best_metric,
-                Age(e.created_at),
+                console.Age(e.created_at),
                 e.kind,
                 e.owner,
             )
@@ -270,7 +242,7 @@ def list_experiments(
         empty=_nothing_listed(state, is_filtered=bool(where or any(filters.values()))),
     )
     if session is not None and session.is_shared:
-        print_hint("only yours are listed; --everyone lists those of all users.")
+        console.print_hint("only yours are listed; --everyone lists those of all users.")
 
 
 def _listed(
@@ -286,9 +258,9 @@ def _listed(
         return [e.data for e in client.list_experiments(limit=limit, archived=archived, **filters)]
     found = [
         e.data
-        for stored in EXPERIMENT_WORDS[word]
+        for stored in console.EXPERIMENT_WORDS[word]
         for e in client.list_experiments(state=stored, archived=archived, **filters)
-        if experiment_word(e.data) == word
+        if console.experiment_word(e.data) == word
     ]
     return sorted(found, key=lambda data: -data.id)[:limit]
 
@@ -320,12 +292,12 @@ def _nothing_listed(word: str | None, *, is_filtered: bool) -> str:
 
 @experiment_app.command()
 def logs(
-    experiment: ExperimentId,
-    follow: Follow = False,
-    tail: Tail = None,
-    timestamps: Timestamps = False,
-    all_logs: AllLogs = False,
-    json: JsonLines = False,
+    experiment: options.ExperimentId,
+    follow: options.Follow = False,
+    tail: options.Tail = None,
+    timestamps: options.Timestamps = False,
+    all_logs: options.AllLogs = False,
+    json: options.JsonLines = False,
 ) -> None:
     """Print the output of the trials.
 
@@ -352,13 +324,13 @@ def logs(
         print_log_lines(lines, json=json, timestamps=timestamps, show_trial=not is_single)
         print_damaged_log_lines(found.num_damaged_lines)
     if follow:
-        raise typer.Exit(exit_code(found.data))
+        raise typer.Exit(console.exit_code(found.data))
 
 
-def _follow(experiment: "Experiment", client: "Client", **options: Any) -> None:
+def _follow(experiment: "Experiment", client: "Client", **choices: Any) -> None:
     from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
 
-    raise typer.Exit(ExperimentFollower(experiment, client, FollowOptions(**options)).follow())
+    raise typer.Exit(ExperimentFollower(experiment, client, FollowOptions(**choices)).follow())
 
 
 for _state_command in (pause, activate, cancel, kill):
@@ -367,7 +339,7 @@ for _state_command in (pause, activate, cancel, kill):
 
 @experiment_app.command(has_fields=result_fields)
 def wait(
-    experiment: ExperimentId,
+    experiment: options.ExperimentId,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two requests.")] = 1.0,
     timeout: Annotated[
         float | None,
@@ -380,20 +352,20 @@ def wait(
         found = client.get_experiment(experiment)
         try:
             found.wait(interval, timeout)
-            code = exit_code(found.data)
+            code = console.exit_code(found.data)
         except ValueError as error:
             raise CommandError(str(error)) from error
         except TimeoutError:
             code = _NOT_ENDED
         lost = found.data.num_records_lost
-        more = f"; {lost_records_text(lost)}" if lost else ""
+        more = f"; {console.lost_records_text(lost)}" if lost else ""
         text = f"Experiment {experiment} is {found.state.value}{more}."
         why = found.data.end_reason
         notes = [text, why and f"It ended as {why}."]
         notes.append(None if code == _NOT_ENDED else end_note(found))
-        print_answer(experiment_result(client, found), "\n".join(filter(None, notes)))
+        console.print_answer(experiment_result(client, found), "\n".join(filter(None, notes)))
     if (hint := _after_wait(found, code)) is not None:
-        print_agent_hint(hint)
+        console.print_agent_hint(hint)
     raise typer.Exit(code)
 
 
@@ -410,18 +382,18 @@ def _after_wait(experiment: "Experiment", code: int) -> str | None:
 
 @experiment_app.command("continue", has_fields=result_fields)
 def continue_experiment(
-    experiment: ExperimentId,
-    follow: Follow = False,
-    overrides: Overrides = [],  # noqa: B006
-    logs: AllLogs = False,
-    key: RequestKey = None,
+    experiment: options.ExperimentId,
+    follow: options.Follow = False,
+    overrides: options.Overrides = [],  # noqa: B006
+    logs: options.AllLogs = False,
+    key: options.RequestKey = None,
     max_trials: Annotated[
         int | None,
         typer.Option(
             min=1, metavar="N", help="Go on with the search until it has had N trials in all."
         ),
     ] = None,
-    limits: Limits = [],  # noqa: B006
+    limits: options.Limits = [],  # noqa: B006
 ) -> None:
     """Reopen an ended experiment.
 
@@ -430,8 +402,10 @@ def continue_experiment(
     """
 
     with connect() as client:
-        found, changes = client.get_experiment(experiment), nested_overrides(overrides)
-        new_limits = nested_overrides(limits) | ({"max_trials": max_trials} if max_trials else {})
+        found, changes = client.get_experiment(experiment), options.nested_overrides(overrides)
+        new_limits = options.nested_overrides(limits) | (
+            {"max_trials": max_trials} if max_trials else {}
+        )
         follower = None
         if follow:
             from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
@@ -443,16 +417,16 @@ def continue_experiment(
         reopened = found.continue_(changes, limits=new_limits or None, key=key)
         text = how_it_stands(reopened.data)
         if follower is None:
-            print_answer(experiment_result(client, found), text)
+            console.print_answer(experiment_result(client, found), text)
         else:
-            print_note(text)
+            console.print_note(text)
             raise typer.Exit(follower.follow())
 
 
 @experiment_app.command("list-trials", is_list=True)
 def list_trials(
-    experiment: ExperimentId,
-    limit: Limit = 200,
+    experiment: options.ExperimentId,
+    limit: options.Limit = 200,
     best: Annotated[bool, typer.Option("--best", help="Sort by metric, best first.")] = False,
 ) -> None:
     """List the trials of an experiment (short: lt)."""

@@ -10,18 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from paceline._base.journal_records import (
-    AttemptFinished,
-    AttemptStarted,
-    CheckpointStored,
-    MetricsReported,
-    RunMetadataSet,
-    encode_metrics,
-)
+from paceline._base import journal_records as records
 from paceline._base.run_directory import JournalKey, RunDirectory, RunInfo, TrialInfo
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
 from paceline.cli._commands.runs_commands import find_run
-from paceline.cli._console_output import print_answer, print_json, print_note
-from paceline.cli._options_and_errors import CommandError, DryRun, Json, complete_run, connect
+from paceline.cli._completions import complete_run
+from paceline.cli._connection import connect
+from paceline.cli._errors import CommandError
 
 if TYPE_CHECKING:
     from paceline.client._experiment_and_trial import Experiment, Trial
@@ -46,7 +42,7 @@ def export_runs(
         bool,
         typer.Option("--checkpoints", help="Also copy the checkpoints, and their weights alone."),
     ] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Write runs as Parquet and JSON, for other programs and for `paceline import`.
 
@@ -70,7 +66,7 @@ def export_runs(
     finish_export(output)
     for text in not_exported:
         typer.echo(text, err=True)
-    print_answer(
+    console.print_answer(
         {"path": str(output), "runs": runs, "num_values": num_values},
         f"Wrote {len(runs)} runs with {num_values:,} values into {output}.",
     )
@@ -111,7 +107,7 @@ def _of_directory(path: Path) -> tuple["ExportedRun", Copies]:
         "hparams": info.trial.hparams if info.trial is not None else info.hparams,
         "metadata": history.metadata,
         "environment": next(
-            (one.environment for one in starts if isinstance(one, AttemptStarted)), None
+            (one.environment for one in starts if isinstance(one, records.AttemptStarted)), None
         ),
         "checkpoints": [msgspec.to_builtins(stored) for stored in history.checkpoints],
     }
@@ -178,17 +174,17 @@ def _records_of_trial(trial: "Trial", stored: list[Any]) -> Iterator["Numbered"]
     from paceline.importers._run_writer import started
 
     data = trial.data
-    records: list[Any] = [
-        MetricsReported(
+    found: list[Any] = [
+        records.MetricsReported(
             time=row.time,
             group=row.group,
             steps_completed=row.steps_completed,
-            metrics=encode_metrics(row.metrics),
+            metrics=records.encode_metrics(row.metrics),
         )
         for row in trial.iter_metrics()
     ]
-    records += [
-        CheckpointStored(
+    found += [
+        records.CheckpointStored(
             time=one.data.created_at,
             uuid=one.uuid,
             steps_completed=one.steps_completed,
@@ -198,14 +194,14 @@ def _records_of_trial(trial: "Trial", stored: list[Any]) -> Iterator["Numbered"]
         )
         for one in stored
     ]
-    records.sort(key=lambda record: record.time)
+    found.sort(key=lambda record: record.time)
     ended = data.ended_at or data.created_at
     if data.metadata is not None:
-        records.append(RunMetadataSet(time=ended, metadata=data.metadata))
+        found.append(records.RunMetadataSet(time=ended, metadata=data.metadata))
     if data.state.is_terminal:
         outcome = {"COMPLETED": "completed", "CANCELED": "preempted"}.get(data.state.value, "error")
-        records.append(AttemptFinished(time=ended, outcome=outcome, error=data.error))
-    for number, record in enumerate([started(data.created_at), *records]):
+        found.append(records.AttemptFinished(time=ended, outcome=outcome, error=data.error))
+    for number, record in enumerate([started(data.created_at), *found]):
         yield JournalKey(0, 0, 0), number, record
 
 
@@ -255,8 +251,8 @@ def import_store(
     into: Annotated[
         Path, typer.Option("--into", metavar="DIR", help="Directory of runs to write into.")
     ] = Path("paceline_runs"),
-    dry_run: DryRun = False,
-    json: Json = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
 ) -> None:
     """Import runs that another tracker has logged.
 
@@ -272,12 +268,12 @@ def import_store(
         for run in work:
             runs.append(run)
             if not json and run.state != "unchanged":
-                print_note(f"{run.path.name}: {run.state}, {run.num_points:,} values")
+                console.print_note(f"{run.path.name}: {run.state}, {run.num_points:,} values")
     except (ImportRefusedError, ImportError, OSError) as error:
         raise CommandError(str(error)) from error
     problems = [*work.problems, *(f"{r.path.name}: {text}" for r in runs for text in r.problems)]
     if json:
-        print_json(
+        console.print_json(
             {
                 "kind": work.kind,
                 "into": str(into),
@@ -286,7 +282,7 @@ def import_store(
             }
         )
     else:
-        print_note(_summary(runs, into, dry_run=dry_run))
+        console.print_note(_summary(runs, into, dry_run=dry_run))
         for problem in problems[:_NUM_SHOWN]:
             typer.echo(f"Not imported: {problem}", err=True)
         if len(problems) > _NUM_SHOWN:

@@ -10,10 +10,12 @@ import typer
 
 from paceline._base.files import open_regular_below, opened_directory
 from paceline._base.run_directory import RunDirectory, check_file_path
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
 from paceline.cli._commands.runs_commands import RunPath, find_run, runs_app
 from paceline.cli._commands.trial_commands import trial_app
-from paceline.cli._console_output import print_answer, print_list
-from paceline.cli._options_and_errors import CommandError, TrialId, connect
+from paceline.cli._connection import connect
+from paceline.cli._errors import CommandError
 
 Paths = Annotated[
     list[str] | None,
@@ -52,14 +54,14 @@ def copy_run_files(run: RunPath, paths: Paths = None, output: Output = None) -> 
 
 
 @trial_app.command("files", is_list=True)
-def list_trial_files(trial: TrialId) -> None:
+def list_trial_files(trial: options.TrialId) -> None:
     """List the files of a trial, such as its media."""
     with connect() as client:
         _print_files({file.path: file.size for file in client.get_trial(trial).files()})
 
 
 @trial_app.command("download-files")
-def copy_trial_files(trial: TrialId, paths: Paths = None, output: Output = None) -> None:
+def copy_trial_files(trial: options.TrialId, paths: Paths = None, output: Output = None) -> None:
     """Copy files of a trial. Files of the same name are replaced."""
     with connect() as client:
         found = client.get_trial(trial)
@@ -81,7 +83,7 @@ def _local_files(run: Path) -> dict[str, int]:
 
 
 def _print_files(files: dict[str, int]) -> None:
-    print_list(
+    console.print_list(
         [{"path": path, "size": size} for path, size in files.items()],
         ["File", "Bytes"],
         [*files.items()],
@@ -110,7 +112,7 @@ def _copy_files(
         target.parent.mkdir(parents=True, exist_ok=True)
         copy(path, target)
     number = "1 file" if len(wanted) == 1 else f"{len(wanted)} files"
-    print_answer({"path": str(root), "files": wanted}, f"Copied {number} into {root}.")
+    console.print_answer({"path": str(root), "files": wanted}, f"Copied {number} into {root}.")
 
 
 def _is_in(path: str, place: str) -> bool:

@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from paceline.cli._console_output import experiment_word, print_answer, print_hint, print_note
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
+from paceline.cli._completions import complete_pool
+from paceline.cli._connection import connect
+from paceline.cli._errors import CommandError
 from paceline.cli._experiment_description import waits_for
-from paceline.cli._options_and_errors import (
-    CommandError,
-    ExperimentId,
-    complete_pool,
-    connect,
-    is_json,
-)
 
 if TYPE_CHECKING:
     from paceline.client._client import Client
@@ -170,7 +167,7 @@ def tensorboard(
     _serve_here(places, port)
 
 
-def open_task(experiment: ExperimentId, port: LocalPort = 0) -> None:
+def open_task(experiment: options.ExperimentId, port: LocalPort = 0) -> None:
     """Open a notebook, a shell or a TensorBoard of yours that runs on slots."""
     with connect() as client:
         _open(client, client.get_experiment(experiment), port)
@@ -183,9 +180,9 @@ def _start(wish: _Wish, *, is_detached: bool, port: int = 0) -> None:
         told = f"Created the {wish.kind} {experiment.id} with {slots}."
         if is_detached:
             _print_task(experiment, wish.kind, None, told)
-            print_hint(f"`paceline open {experiment.id}` opens it.")
+            console.print_hint(f"`paceline open {experiment.id}` opens it.")
             return
-        print_note(told)
+        console.print_note(told)
         _open(client, experiment, port)
 
 
@@ -198,7 +195,7 @@ def _print_task(
 ) -> None:
     number = None if experiment is None else experiment.id
     document = {"experiment_id": number, "kind": kind, "url": url, "exit_code": code}
-    print_answer(document, text)
+    console.print_answer(document, text)
 
 
 def _open(client: "Client", experiment: "Experiment", port: int) -> None:
@@ -213,8 +210,8 @@ def _open(client: "Client", experiment: "Experiment", port: int) -> None:
     except KeyboardInterrupt:
         experiment.reload()
         if not experiment.data.state.is_terminal:
-            print_hint(f"It goes on. `paceline open {number}` opens it, `paceline e kill {number}`"
-                       " ends it.")  # fmt: skip
+            console.print_hint(f"It goes on. `paceline open {number}` opens it, `paceline e kill"
+                               f" {number}` ends it.")  # fmt: skip
         raise
 
 
@@ -227,10 +224,10 @@ def _await_link(client: "Client", experiment: "Experiment") -> Any:
         if data.state.is_terminal:
             raise CommandError(_end_text(experiment))
         if not data.num_running:
-            reason = waits_for(client, data) or experiment_word(data)
+            reason = waits_for(client, data) or console.experiment_word(data)
             if reason != told:
                 told = reason
-                print_note(f"Waiting: {reason}")
+                console.print_note(f"Waiting: {reason}")
             time.sleep(_LOOK_S)
             continue
         try:
@@ -248,7 +245,7 @@ def _await_link(client: "Client", experiment: "Experiment") -> Any:
 def _end_text(experiment: "Experiment") -> str:
     trial = next(iter(experiment.trials(limit=1)), None)
     why = experiment.data.error or (trial and (trial.data.error or trial.data.stop_reason))
-    state = experiment_word(experiment.data) + (f" ({why})" if why else "")
+    state = console.experiment_word(experiment.data) + (f" ({why})" if why else "")
     return (
         f"The task of experiment {experiment.id} must run, but is {state}."
         f" Hint: see `paceline e logs {experiment.id}`."
@@ -300,12 +297,12 @@ def _tell_end(experiment: "Experiment") -> None:
         raise CommandError(_end_text(experiment))
     trial = next(iter(experiment.trials(limit=1)), None)
     reason = None if trial is None else trial.data.stop_reason
-    print_note(f"It has ended{f': {reason}' if reason else ''}.")
+    console.print_note(f"It has ended{f': {reason}' if reason else ''}.")
 
 
 def _use_shell(client: "Client", experiment: "Experiment") -> None:
-    if not is_json():
-        print_note("Ctrl-] leaves the shell and keeps it.")
+    if not options.is_json():
+        console.print_note("Ctrl-] leaves the shell and keeps it.")
     with _raw_terminal() as size_changes:
         code = None
         # A master that was started again has lost the stream, not the shell.
@@ -388,7 +385,7 @@ def _show_frames(received: bytearray) -> int | None:
         if kind == EXIT and len(content) == 4:
             (code,) = struct.unpack(">i", content)
             return int(code) if code >= 0 else 128 - int(code)
-        if kind == DATA and not is_json():
+        if kind == DATA and not options.is_json():
             os.write(sys.stdout.fileno(), content)
     return None
 

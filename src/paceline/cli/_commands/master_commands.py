@@ -17,24 +17,11 @@ import typer
 
 from paceline._base.process_and_network import LOOPBACK, listening_address
 from paceline._base.progress_display import format_duration
+from paceline.cli import _console_output as console
 from paceline.cli._commands.slot_queue_and_quota_commands import slots_text
-from paceline.cli._console_output import (
-    format_bytes,
-    num_trials_text,
-    print_answer,
-    print_facts,
-    print_json,
-    print_note,
-    print_warning,
-)
-from paceline.cli._options_and_errors import (
-    CommandError,
-    Home,
-    Json,
-    connect,
-    home_of,
-    restart_without_token,
-)
+from paceline.cli._connection import connect, restart_without_token
+from paceline.cli._errors import CommandError
+from paceline.cli._options import Home, Json, home_of
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import MasterStatus
@@ -203,7 +190,7 @@ def _warn_of_no_runs(directory: Path | None) -> None:
         return
     below = next((path.parents[1] for path in directory.glob("*/*/run.json")), None)
     hint = f" Hint: `--runs {below}` shows runs." if below else ""
-    print_warning(
+    console.print_warning(
         f"`--runs {directory}` shows nothing yet: no run or TensorBoard log is in it.{hint}"
     )
 
@@ -224,7 +211,7 @@ def _up_in_background(
         text = f"A master runs already at {file.shown_url} (process {file.pid})."
         _print_master(home, file, text, is_new=False)
         if port == 0:
-            print_note(f"`--port 0` has no effect on it: it stays on port {file.port}.")
+            console.print_note(f"`--port 0` has no effect on it: it stays on port {file.port}.")
         return
     arguments = ["--host", host]
     for name, value in options.items():
@@ -233,7 +220,7 @@ def _up_in_background(
     file = start_detached(home, arguments)
     text = f"The master runs at {file.shown_url} (process {file.pid}, home {home})."
     _print_master(home, file, text, is_new=True)
-    print_note("Stop it with `paceline down`.")
+    console.print_note("Stop it with `paceline down`.")
 
 
 def _differences_from_running(
@@ -310,7 +297,7 @@ def _print_master(home: Path, file: "MasterFile", text: str, *, is_new: bool) ->
     except ClientError as error:
         typer.echo(f"No sign-in link could be made: {error}", err=True)
     facts = {"url": file.shown_url, "pid": file.pid, "home": str(home), "is_new": is_new}
-    print_answer(facts | {"sign_in_url": link}, text)
+    console.print_answer(facts | {"sign_in_url": link}, text)
 
 
 @contextmanager
@@ -343,10 +330,10 @@ def _tell_interrupt(signals: socket.socket, home: Path) -> None:
             return
         if num_trials := count_running_trials(file, home):
             gets = "gets" if num_trials == 1 else "get"
-            print_note(
-                f"\nStopping: {num_trials_text(num_trials)} {gets} up to {_DRAIN_S} s to store"
-                " checkpoints and will go on at the next `paceline up`. Ctrl-C again leaves what"
-                " runs running."
+            console.print_note(
+                f"\nStopping: {console.num_trials_text(num_trials)} {gets} up to {_DRAIN_S} s to"
+                " store checkpoints and will go on at the next `paceline up`. Ctrl-C again leaves"
+                " what runs running."
             )
         return
 
@@ -369,7 +356,7 @@ def down(
     file = read_master_file(directory)
     if file is None or not is_alive(file.pid):
         facts = {"home": str(directory), "url": None, "was_running": False}
-        print_answer(facts, f"No master runs in {directory}.")
+        console.print_answer(facts, f"No master runs in {directory}.")
         _tell_left_running(directory)
         return
     num_trials = count_running_trials(file, directory)
@@ -377,13 +364,13 @@ def down(
     # it.
     if num_trials and not keep_trials and (directory / "master.sqlite").exists():
         gets = "gets" if num_trials == 1 else "get"
-        print_note(
-            f"Stopping: {num_trials_text(num_trials)} {gets} up to {timeout:g} s to store"
+        console.print_note(
+            f"Stopping: {console.num_trials_text(num_trials)} {gets} up to {timeout:g} s to store"
             " checkpoints and will go on at the next `paceline up`."
         )
     shut_down(file, directory, keep_trials=keep_trials, timeout_s=timeout)
     facts = {"home": str(directory), "url": file.shown_url, "was_running": True}
-    print_answer(facts, f"Stopped the master at {file.shown_url}.")
+    console.print_answer(facts, f"Stopped the master at {file.shown_url}.")
     # Nobody can be asked about other nodes any more.
     _tell_left_running(directory, num_trials if keep_trials else None)
 
@@ -397,8 +384,8 @@ def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
     if num_trials:
         goes = "goes" if num_trials == 1 else "go"
         typer.echo(
-            f"{num_trials_text(num_trials)} {goes} on without a master; the next `paceline up`"
-            " takes over what was reported.",
+            f"{console.num_trials_text(num_trials)} {goes} on without a master; the next `paceline"
+            " up` takes over what was reported.",
             err=True,
         )
 
@@ -415,7 +402,7 @@ def status(json: Json = False) -> None:
             raise
         url = client.url
     if json:
-        print_json({"url": url, **info.model_dump(mode="json")})
+        console.print_json({"url": url, **info.model_dump(mode="json")})
         return
     facts = [
         ("Master", url),
@@ -425,7 +412,7 @@ def status(json: Json = False) -> None:
         ("Slots", slots_text(info, info.num_slots, verb=" in use")),
         ("Active experiments", info.num_active_experiments),
     ]
-    print_facts([*facts, *_status_facts(info)])
+    console.print_facts([*facts, *_status_facts(info)])
 
 
 def _status_facts(info: "MasterStatus") -> list[tuple[str, Any]]:
@@ -437,20 +424,21 @@ def _status_facts(info: "MasterStatus") -> list[tuple[str, Any]]:
 
     lag = info.ingest_lag_s
     sizes = [
-        f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in sorted(info.sizes.items())
+        f"{name.replace('_', ' ')} {console.format_bytes(n)}"
+        for name, n in sorted(info.sizes.items())
     ]
     return [
         ("Waiting trials", info.num_waiting),
         ("Experiments", by_state(info.experiments)),
         ("Trials", by_state(info.trials)),
         ("Attempts", by_state(info.attempts)),
-        ("Checkpoints", f"{info.num_checkpoints:,}, {format_bytes(info.checkpoint_bytes)}"),
+        ("Checkpoints", f"{info.num_checkpoints:,}, {console.format_bytes(info.checkpoint_bytes)}"),
         ("Metric points", f"{info.num_metric_points:,}"),
         ("Newest records", "none yet" if lag is None else f"stored {lag:.1f} s after the report"),
         ("Requests", f"{info.num_requests:,}, {info.num_slow_requests:,} slow"),
         ("Connections", info.num_connections),
-        ("Memory", format_bytes(info.memory_bytes)),
-        ("Disk", f"{', '.join(sizes)}; {format_bytes(info.free_bytes)} free"),
+        ("Memory", console.format_bytes(info.memory_bytes)),
+        ("Disk", f"{', '.join(sizes)}; {console.format_bytes(info.free_bytes)} free"),
         ("Users", f"{info.num_users}, you are {info.user}{', an administrator' * info.is_admin}"),
         *([("Sign-in by OIDC", info.oidc_issuer)] if info.oidc_issuer else ()),
         ("Problems", "\n".join(info.problems) or "none"),

@@ -13,15 +13,12 @@ import typer
 
 from paceline._base.imports import flatten
 from paceline._base.terminal_text import terminal_text
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
 from paceline.cli._commands.edit_and_compare_commands import experiment_as_column
-from paceline.cli._console_output import plain_for_console
+from paceline.cli._connection import connect
+from paceline.cli._errors import CommandError, is_cli_user_error
 from paceline.cli._experiment_description import experiment_result
-from paceline.cli._options_and_errors import (
-    CommandError,
-    connect,
-    is_cli_user_error,
-    nested_overrides,
-)
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer
@@ -104,7 +101,7 @@ def _answering(tool: Callable[..., Any]) -> Callable[..., str]:
 
 def short_answer(value: Any) -> str:
     """Return a value as JSON of at most 8,000 characters; what is left out is counted."""
-    plain = plain_for_console(value)
+    plain = console.plain_for_console(value)
     text = ""
     for most in _SHORTER:
         text = json.dumps(_shortened(plain, most), ensure_ascii=False)
@@ -139,7 +136,7 @@ _SUMMARY = (
 
 
 def _summary(experiment: "Experiment") -> dict[str, Any]:
-    plain = plain_for_console(experiment.data)
+    plain = console.plain_for_console(experiment.data)
     return {name: plain[name] for name in _SUMMARY if plain[name] not in (None, [])}
 
 
@@ -215,7 +212,10 @@ class AgentTools:
     def describe_trial(self, trial_id: int) -> Any:
         """Describe a trial: last and best metrics, who proposed it and why, its rungs."""
         found = self._client.get_trial(trial_id)
-        plain, told = plain_for_console(found.data), plain_for_console(found.decisions())
+        plain, told = (
+            console.plain_for_console(found.data),
+            console.plain_for_console(found.decisions()),
+        )
         names = ("experiment_id", "state", "stop_reason", "error", "hparams", "best_metric")
         return {**{name: plain[name] for name in names}, **told, "metrics": plain["summary"]}
 
@@ -302,7 +302,9 @@ class AgentTools:
         `directory` has the changed code; without one the code stays as it is.
         """
         found = self._client.get_experiment(experiment_id)
-        return _summary(found.fork(nested_overrides(overrides or ()), key=key, code=directory))
+        return _summary(
+            found.fork(options.nested_overrides(overrides or ()), key=key, code=directory)
+        )
 
     def propose(
         self, experiment_id: int, hparams: dict[str, Any], why: str, key: str | None = None

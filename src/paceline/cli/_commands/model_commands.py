@@ -5,24 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli._console_output import (
-    Age,
-    console,
-    print_answer,
-    print_facts,
-    print_json,
-    print_list,
-    print_table,
-)
-from paceline.cli._options_and_errors import (
-    CommandError,
-    CommandGroup,
-    Json,
-    checkpoint_by_prefix,
-    complete_checkpoint,
-    confirm,
-    connect,
-)
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
+from paceline.cli._command_groups import CommandGroup
+from paceline.cli._completions import complete_checkpoint
+from paceline.cli._connection import checkpoint_by_prefix, connect
+from paceline.cli._errors import CommandError
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.experiment_models import RegisteredModel
@@ -38,10 +26,13 @@ def list_models() -> None:
     """List registered models, also those of MLflow's clients."""
     with connect() as client:
         found = client.list_models()
-    print_list(
+    console.print_list(
         found,
         ["Name", "Newest", "Aliases", "Changed"],
-        [(one.name, one.newest_version, _aliases_text(one), Age(one.changed_at)) for one in found],
+        [
+            (one.name, one.newest_version, _aliases_text(one), console.Age(one.changed_at))
+            for one in found
+        ],
         right=["Newest"],
         shortened=["Aliases"],
         empty="No models. `paceline model register NAME UUID` makes one of a checkpoint.",
@@ -53,17 +44,17 @@ def _aliases_text(model: "RegisteredModel") -> str:
 
 
 @model_app.command()
-def describe(name: _Name, json: Json = False) -> None:
+def describe(name: _Name, json: options.Json = False) -> None:
     """Show a model with its versions and where each came from."""
     with connect() as client:
         found = client.get_model(name)
     if json:
-        print_json(found)
+        console.print_json(found)
         return
     facts = [("Name", found.name), ("Aliases", _aliases_text(found)), ("Notes", found.notes)]
-    print_facts([(title, text or "-") for title, text in facts])
-    console().print()
-    print_table(
+    console.print_facts([(title, text or "-") for title, text in facts])
+    console.stdout().print()
+    console.print_table(
         ["Version", "Aliases", "Source", "Owner", "Created", "Notes"],
         [
             (
@@ -71,7 +62,7 @@ def describe(name: _Name, json: Json = False) -> None:
                 ", ".join(one.aliases),
                 one.source,
                 one.owner,
-                Age(one.created_at),
+                console.Age(one.created_at),
                 one.notes,
             )
             for one in found.versions
@@ -102,7 +93,7 @@ def register(
     with connect() as client:
         checkpoint = checkpoint_by_prefix(client, uuid)
         made = client.register_model(name, checkpoint.uuid, alias=alias, notes=notes)
-    print_answer(made, f"Checkpoint {checkpoint.uuid} is version {made.version} of {name}.")
+    console.print_answer(made, f"Checkpoint {checkpoint.uuid} is version {made.version} of {name}.")
 
 
 @model_app.command("alias")
@@ -121,7 +112,7 @@ def set_alias(
         client.set_model_alias(name, alias, version)
         found = client.get_model(name)
     told = f"means version {version} of {name}" if version else f"is no alias of {name}"
-    print_answer(found, f"{alias} {told}.")
+    console.print_answer(found, f"{alias} {told}.")
 
 
 @model_app.command()
@@ -147,7 +138,7 @@ def download(
     target = Path("models", name if name not in (".", "..") else "model")
     with connect() as client:
         path = client.download_model(name, output or target, version=version, alias=alias)
-    print_answer({"path": str(path)}, str(path))
+    console.print_answer({"path": str(path)}, str(path))
 
 
 @model_app.command()
@@ -161,6 +152,6 @@ def delete(
     """Delete a model's name and versions, or a single version. Files stay."""
     what = name if version is None else f"version {version} of {name}"
     with connect() as client:
-        confirm(f"Delete {what}?", is_confirmed=yes)
+        options.confirm(f"Delete {what}?", is_confirmed=yes)
         client.delete_model(name, version=version)
-    print_answer({"name": name, "version": version}, f"Deleted {what}.")
+    console.print_answer({"name": name, "version": version}, f"Deleted {what}.")

@@ -6,14 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.cli._console_output import (
-    format_bytes,
-    format_moment,
-    print_answer,
-    print_list,
-    print_note,
-)
-from paceline.cli._options_and_errors import CommandError, CommandGroup, connect
+from paceline.cli import _console_output as console
+from paceline.cli._command_groups import CommandGroup
+from paceline.cli._connection import connect
+from paceline.cli._errors import CommandError
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import ConfigRule, Storage
@@ -101,7 +97,7 @@ def _set_rule(kind: Kind, name: str, file: Path, project: str | None, revision: 
             revision=newest if revision is None else revision,
         )  # fmt: skip
         after = _find_rule(client, kind, name, project)
-    print_answer(after, f"The {kind} {name} of {project or 'all projects'} is set.")
+    console.print_answer(after, f"The {kind} {name} of {project or 'all projects'} is set.")
 
 
 def _list_rules(kind: Kind, project: str | None) -> None:
@@ -111,7 +107,7 @@ def _list_rules(kind: Kind, project: str | None) -> None:
             for one in client.config_rules()
             if one.kind == kind and (project is None or one.project == project)
         ]
-    print_list(
+    console.print_list(
         found,
         ["Name", "Project", "Fields", "Changed by", "Changed", "Revision"],
         [
@@ -120,7 +116,7 @@ def _list_rules(kind: Kind, project: str | None) -> None:
                 one.project or "(all)",
                 ", ".join(one.content),
                 one.changed_by,
-                format_moment(one.changed_at),
+                console.format_moment(one.changed_at),
                 one.revision,
             )
             for one in found
@@ -136,7 +132,7 @@ def _show_rule(kind: Kind, name: str, project: str | None) -> None:
     with connect() as client:
         found = _rule(client, kind, name, project)
     text = yaml.safe_dump(found.content, sort_keys=False, allow_unicode=True)
-    print_answer(found, text.rstrip())
+    console.print_answer(found, text.rstrip())
 
 
 def _delete_rule(kind: Kind, name: str, project: str | None, revision: int | None) -> None:
@@ -145,7 +141,7 @@ def _delete_rule(kind: Kind, name: str, project: str | None, revision: int | Non
         newest = found.revision if revision is None else revision
         client.delete_config_rule(kind, name, project=project, revision=newest)
     text = f"The {kind} {name} of {project or 'all projects'} is deleted."
-    print_answer({"kind": kind, "name": name, "project": project}, text)
+    console.print_answer({"kind": kind, "name": name, "project": project}, text)
 
 
 def _find_rule(client: "Client", kind: Kind, name: str, project: str | None) -> "ConfigRule | None":
@@ -200,7 +196,7 @@ def resolve_dry_run(
     except MasterUnreachableError:
         if project is not None or template is not None:
             raise
-        print_note("No master was asked: its templates and policies are not in this.")
+        console.print_note("No master was asked: its templates and policies are not in this.")
     return load_config(config, overrides), {}
 
 
@@ -220,13 +216,13 @@ def list_storages(
     rows: list[tuple[object, ...]] = []
     for one in found:
         latency = None if one.latency_s is None else f"{1000 * one.latency_s:.1f} ms"
-        free = None if one.free_bytes is None else format_bytes(one.free_bytes)
+        free = None if one.free_bytes is None else console.format_bytes(one.free_bytes)
         facts = (_state(one), latency, one.num_failed_writes, free)
-        rows.append((one.storage, *facts, None, format_bytes(one.num_bytes)))
+        rows.append((one.storage, *facts, None, console.format_bytes(one.num_bytes)))
         for use in [] if by is None else getattr(one, f"by_{by}"):
             name = use.name if use.experiment_id is None else f"{use.experiment_id} {use.name}"
-            rows.append((one.storage, *[None] * 4, name, format_bytes(use.num_bytes)))
-    print_list(
+            rows.append((one.storage, *[None] * 4, name, console.format_bytes(use.num_bytes)))
+    console.print_list(
         found,
         ["Storage", "State", "Latency", "Failed writes", "Free", "Of", "Checkpoints"],
         rows,
@@ -237,7 +233,7 @@ def list_storages(
 
 def _state(one: "Storage") -> str:
     if one.failing_since is not None:
-        return f"fails since {format_moment(one.failing_since)}: {one.reason}"
+        return f"fails since {console.format_moment(one.failing_since)}: {one.reason}"
     if one.is_reachable is None:
         return "not checked yet" if one.checked_at is None else "not made yet"
     return "answers"

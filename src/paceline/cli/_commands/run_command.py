@@ -24,8 +24,8 @@ from paceline._base.process_and_network import exit_code
 from paceline._base.progress_display import shortest_path
 from paceline._base.progress_regions import SWITCH_VARIABLE
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
-from paceline.cli._console_output import format_values
-from paceline.cli._options_and_errors import CommandError, report_error
+from paceline.cli import _console_output as console
+from paceline.cli._errors import CommandError, report_error
 
 if TYPE_CHECKING:
     from paceline.config._experiment_config import ExperimentConfig
@@ -272,7 +272,7 @@ def run_locally(
 
     typer.echo(f"Run directory: {run.path}", err=True)
     if info.trial.hparams:
-        typer.echo(f"Hyperparameters: {format_values(info.trial.hparams)}", err=True)
+        typer.echo(f"Hyperparameters: {console.format_values(info.trial.hparams)}", err=True)
     environment = _trial_environment(config, run)
     if config.environment.uv:
         environment = _sync_local_run(directory, environment)

@@ -11,30 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from paceline.cli import _console_output as console
+from paceline.cli._command_groups import CommandGroup
 from paceline.cli._commands.slot_queue_and_quota_commands import (
     labels_text,
     memory_text,
     slots_text,
 )
-from paceline.cli._console_output import Age, format_bytes, format_moment, print_answer, print_list
-from paceline.cli._options_and_errors import (
-    CaFile,
-    CommandError,
-    CommandGroup,
-    chosen_master,
-    complete_node,
-    complete_pool,
-    connect,
-    output_format,
-    restart_without_token,
-    trust,
-)
+from paceline.cli._completions import complete_node, complete_pool
+from paceline.cli._connection import chosen_master, connect, restart_without_token, trust
+from paceline.cli._errors import CommandError
+from paceline.cli._options import CaFile, output_format
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Node, Pool
     from paceline.client._client import Client
 from paceline.cli._commands.slot_queue_and_quota_commands import read_labels
-from paceline.cli._options_and_errors import check_token_file
+from paceline.cli._connection import check_token_file
 
 runner_app = CommandGroup(
     no_args_is_help=False,
@@ -158,7 +151,7 @@ def _serve_node(
     token_file: Path,
     directory: Path,
     limits: dict[str, float | None],
-    options: dict[str, object],
+    settings: dict[str, object],
 ) -> None:
     from paceline._cluster.runner.node_facts import find_facts
     from paceline._cluster.runner.node_runner import NodeRunner
@@ -167,7 +160,7 @@ def _serve_node(
     token_file = token_file.expanduser().absolute()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = find_facts(directory, **options)  # type: ignore[arg-type]
+        facts = find_facts(directory, **settings)  # type: ignore[arg-type]
         runner = NodeRunner(master, token_file, directory, facts, **limits)  # type: ignore[arg-type]
     except ValueError as error:
         raise CommandError(str(error)) from error
@@ -196,13 +189,13 @@ def list_nodes() -> None:
             "Slots": slots_text(node, len(node.devices)),
             "Device": node.device_kind,
             "GPU memory": memory_text(node.device_memory_bytes),
-            "Memory": format_bytes(node.memory_bytes),
+            "Memory": console.format_bytes(node.memory_bytes),
             "Address": node.address,
             "Trials": ", ".join(map(str, sorted(trials.get(node.name, ())))),
-            "Seen": Age(node.seen_at),
+            "Seen": console.Age(node.seen_at),
             "Reserved": "; ".join(
-                f"{one.id}: {one.user} {format_moment(one.begins_at)} to"
-                f" {format_moment(one.ends_at)}"
+                f"{one.id}: {one.user} {console.format_moment(one.begins_at)} to"
+                f" {console.format_moment(one.ends_at)}"
                 for one in node.reservations
             ),
         }
@@ -210,7 +203,7 @@ def list_nodes() -> None:
     ]
     # A terminal is narrow: columns without any value are left out.
     titles = [title for title in (rows or [{}])[0] if any(row[title] for row in rows)]
-    print_list(
+    console.print_list(
         nodes,
         titles,
         [[row[title] for title in titles] for row in rows],
@@ -255,7 +248,7 @@ def drain(
 def _print_node(client: "Client", name: str, text: str) -> None:
 
     nodes = {node.name: node for node in client.nodes(include_local=True)}
-    print_answer(nodes.get(name), text)
+    console.print_answer(nodes.get(name), text)
 
 
 @runner_app.command("resume")
@@ -285,7 +278,7 @@ def reserve(
     with connect() as client:
         made = client.reserve_node(name, user=user, begins_at=begins_at, ends_at=ends_at)
     undo = f"`paceline runner release {name} {made.id}` undoes it."
-    print_answer(made, f"The node {name} is reserved for {user}. {undo}")
+    console.print_answer(made, f"The node {name} is reserved for {user}. {undo}")
 
 
 def _moment(option: str, text: str) -> float:
@@ -310,7 +303,7 @@ def release(
     with connect() as client:
         client.end_reservation(name, reservation)
     answer = {"node": name, "id": reservation}
-    print_answer(answer, f"The reservation {reservation} of the node {name} is over.")
+    console.print_answer(answer, f"The reservation {reservation} of the node {name} is over.")
 
 
 @runner_app.command("forget")
@@ -321,7 +314,7 @@ def forget(name: _Name) -> None:
         state = next((node.state for node in client.nodes() if node.name == name), None)
         client.forget_node(name)
     still = "" if state == "left" else _STILL_RUNS
-    print_answer({"name": name, "state": state}, f"The node {name} is forgotten.{still}")
+    console.print_answer({"name": name, "state": state}, f"The node {name} is forgotten.{still}")
 
 
 def _host_name() -> str:
@@ -358,7 +351,7 @@ def list_pools() -> None:
 
     with connect() as client:
         pools = client.pools()
-    print_list(
+    console.print_list(
         pools,
         ["Pool", "Policy", "Nodes", "Slots", "Limit", "Labels", "Rules"],
         [
@@ -512,7 +505,7 @@ def set_pool(
 def _print_pool(client: "Client", name: str, text: str) -> None:
 
     pools = {pool.name: pool for pool in client.pools()}
-    print_answer(pools.get(name), text)
+    console.print_answer(pools.get(name), text)
 
 
 @pool_app.command("reset")

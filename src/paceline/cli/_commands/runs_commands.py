@@ -14,34 +14,12 @@ from paceline._base.arguments_and_errors import seconds_of
 from paceline._base.files import temporary_name
 from paceline._base.journal_records import MetricsReported, encode_metrics
 from paceline._base.run_directory import NotARunDirectoryError, RunDirectory
-from paceline.cli._console_output import (
-    Age,
-    console,
-    format_age,
-    format_bytes,
-    format_moment,
-    format_values,
-    print_alerts,
-    print_answer,
-    print_facts,
-    print_json,
-    print_list,
-    print_note,
-    print_table,
-    print_time_table,
-    restarts_text,
-)
-from paceline.cli._options_and_errors import (
-    CommandError,
-    CommandGroup,
-    DryRun,
-    Json,
-    complete_run,
-    confirm,
-    connect,
-    is_json,
-    report_error,
-)
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
+from paceline.cli._command_groups import CommandGroup
+from paceline.cli._completions import complete_run
+from paceline.cli._connection import connect
+from paceline.cli._errors import CommandError, report_error
 
 if TYPE_CHECKING:
     from paceline._base.run_directory import RunDirectory
@@ -76,7 +54,7 @@ def list_run_directories(
         raise CommandError(f"`DIR` must be a directory, but {str(directory)!r} is none.")
     place = directory or _RUNS
     runs = list_runs(place)[::-1]
-    print_list(
+    console.print_list(
         [_run_as_json(run) for run in runs],
         ["Run", "State", "Attempts", "Batches", "Checkpoint", "Started"],
         [
@@ -86,7 +64,7 @@ def list_run_directories(
                 run.num_attempts,
                 run.last_step,
                 run.latest_checkpoint and run.latest_checkpoint[:8],
-                Age(run.created),
+                console.Age(run.created),
             )
             for run in runs
         ],
@@ -118,7 +96,7 @@ def show(
     all_rows: Annotated[
         bool, typer.Option("--all", help="Also show reports that a later attempt repeated.")
     ] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Show a run and its reported metrics."""
     from paceline.core._read_runs import read_alerts, read_history, read_metrics, summarize_run
@@ -136,20 +114,22 @@ def show(
         _print_run_json(directory, summary, rows)
         return
     _print_run_facts(summary, read_history(directory).metadata)
-    print_alerts(read_alerts(directory))
+    console.print_alerts(read_alerts(directory))
     _print_run_rows(rows)
 
 
 @runs_app.command("time")
-def show_time(run: RunPath, json: Json = False) -> None:
+def show_time(run: RunPath, json: options.Json = False) -> None:
     """Show how the time of a run was spent: training, starts, lost work."""
     from paceline.core._read_runs import time_shares_of_run
 
     shares = time_shares_of_run(find_run(run))
     if json:
-        print_json({**shares.seconds(), "total_s": shares.total_s, "goodput": shares.goodput})
+        console.print_json(
+            {**shares.seconds(), "total_s": shares.total_s, "goodput": shares.goodput}
+        )
     else:
-        print_time_table(shares.seconds(), shares.total_s, shares.goodput)
+        console.print_time_table(shares.seconds(), shares.total_s, shares.goodput)
 
 
 def find_run(run: Path) -> Path:
@@ -168,16 +148,16 @@ def find_run(run: Path) -> Path:
 
 def _print_run_facts(summary: "RunSummary", metadata: dict[str, Any] | None) -> None:
 
-    print_facts(
+    console.print_facts(
         [
             ("Run", str(summary.path)),
             ("State", _state_text(summary)),
             ("Error", summary.error or _likely_cause(summary)),
             ("Attempts", summary.num_attempts),
-            ("Worker restarts", restarts_text(summary.restart_causes)),
+            ("Worker restarts", console.restarts_text(summary.restart_causes)),
             ("Latest checkpoint", summary.latest_checkpoint),
-            ("Started", format_moment(summary.created)),
-            ("Metadata", None if metadata is None else format_values(metadata)),
+            ("Started", console.format_moment(summary.created)),
+            ("Metadata", None if metadata is None else console.format_values(metadata)),
         ]
     )
 
@@ -192,15 +172,15 @@ def _likely_cause(summary: "RunSummary") -> str | None:
 
 def _print_run_rows(rows: list[tuple[str, Any]]) -> None:
 
-    console().print()
-    print_table(
+    console.stdout().print()
+    console.print_table(
         ["Group", "Batches", "Attempt", "Metrics"],
         [
             (
                 name,
                 row.steps_completed,
                 row.attempt + 1,
-                format_values(row.metrics) + (" (superseded)" if row.is_superseded else ""),
+                console.format_values(row.metrics) + (" (superseded)" if row.is_superseded else ""),
             )
             for name, row in rows
         ],
@@ -273,7 +253,7 @@ def _print_run_json(
         for a in read_alerts(run)
     ]
     facts = {"metadata": read_history(run).metadata, "alerts": alerts}
-    print_json({**_run_as_json(summary), **facts, "metrics": metrics})
+    console.print_json({**_run_as_json(summary), **facts, "metrics": metrics})
 
 
 _WATCH_S = 1.0
@@ -304,8 +284,8 @@ def sync(
         results = {one: _send_run(one) for one in syncs}
         if watch:
             _watch_runs(results)
-    if is_json():
-        print_json([_sync_as_json(one, result) for one, result in results.items()])
+    if options.is_json():
+        console.print_json([_sync_as_json(one, result) for one, result in results.items()])
 
 
 def _sync_as_json(sync: "RunSync", result: "SyncResult") -> dict[str, Any]:
@@ -322,7 +302,9 @@ def _send_run(sync: "RunSync") -> "SyncResult":
     result = sync.send()
     records = "1 record" if result.num_records == 1 else f"{result.num_records} records"
     going_on = "; the run goes on" if result.is_alive else ""
-    print_note(f"{sync.name} is experiment {result.experiment_id}: sent {records}{going_on}.")
+    console.print_note(
+        f"{sync.name} is experiment {result.experiment_id}: sent {records}{going_on}."
+    )
     return result
 
 
@@ -348,14 +330,14 @@ def _watch_runs(results: "dict[RunSync, SyncResult]") -> None:
             results[sync] = replace(result, num_records=num_records)
             if not result.is_alive:
                 going_on.remove(sync)
-                print_note(f"{sync.name} has ended.")
+                console.print_note(f"{sync.name} has ended.")
 
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @runs_app.command()
-def delete(run: RunPath, yes: Yes = False, dry_run: DryRun = False) -> None:
+def delete(run: RunPath, yes: Yes = False, dry_run: options.DryRun = False) -> None:
     """Delete a run: its directory with metrics, logs and checkpoints.
 
     A run in use, a run of a master and anything that is no run directory are refused.
@@ -363,14 +345,14 @@ def delete(run: RunPath, yes: Yes = False, dry_run: DryRun = False) -> None:
     path = find_run(run).absolute()
     stays = _check_deletable(path)
     size = _size_of(path)
-    told = f"Dry run: {path} ({format_bytes(size)}) would be deleted."
+    told = f"Dry run: {path} ({console.format_bytes(size)}) would be deleted."
     if not dry_run:
-        confirm(f"Delete {path} ({format_bytes(size)})?", is_confirmed=yes)
+        options.confirm(f"Delete {path} ({console.format_bytes(size)})?", is_confirmed=yes)
         _delete_run(path)
-        told = f"Deleted {path} ({format_bytes(size)})."
+        told = f"Deleted {path} ({console.format_bytes(size)})."
     told += f"\nIts checkpoints in {stays} stay." if stays else ""
     answer = {"path": str(path), "num_bytes": size, "checkpoints_left_in": stays}
-    print_answer(answer | {"is_deleted": not dry_run}, told)
+    console.print_answer(answer | {"is_deleted": not dry_run}, told)
 
 
 @runs_app.command()
@@ -391,7 +373,7 @@ def prune(
     keep: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Delete all but the newest N runs.")
     ] = None,
-    dry_run: DryRun = False,
+    dry_run: options.DryRun = False,
     yes: Yes = False,
 ) -> None:
     """Delete old runs. Runs in use and runs of a master stay."""
@@ -414,11 +396,13 @@ def prune(
         runs = runs[: max(len(runs) - keep, 0)]
     rows = [_row_of(run) for run in runs if _is_deletable(run.path)]
     rows = [row for row in rows if age_s is None or row["last_active"] < time.time() - age_s]
-    if not is_json():
+    if not options.is_json():
         _print_rows(rows, place)
     if rows and not dry_run:
-        size = format_bytes(sum(row["num_bytes"] for row in rows))
-        confirm(f"Delete {len(rows)} run{'s' * (len(rows) > 1)} ({size})?", is_confirmed=yes)
+        size = console.format_bytes(sum(row["num_bytes"] for row in rows))
+        options.confirm(
+            f"Delete {len(rows)} run{'s' * (len(rows) > 1)} ({size})?", is_confirmed=yes
+        )
     for row in rows if not dry_run else ():
         try:
             _delete_run(Path(row["path"]))
@@ -426,8 +410,8 @@ def prune(
         except CommandError as error:
             report_error(str(error))
     num_deleted = sum(row["is_deleted"] for row in rows)
-    if is_json():
-        print_json(rows)
+    if options.is_json():
+        console.print_json(rows)
     elif num_deleted:
         typer.echo(f"Deleted {num_deleted} run{'s' * (num_deleted != 1)}.")
     if not dry_run and num_deleted < len(rows):
@@ -445,14 +429,14 @@ def _row_of(run: "RunSummary") -> dict[str, Any]:
 
 
 def _print_rows(rows: list[dict[str, Any]], place: Path) -> None:
-    print_table(
+    console.print_table(
         ["Run", "State", "Last active", "Size"],
         [
             (
                 Path(row["path"]).name,
                 row["state"],
-                format_age(row["last_active"]),
-                format_bytes(row["num_bytes"]),
+                console.format_age(row["last_active"]),
+                console.format_bytes(row["num_bytes"]),
             )
             for row in rows
         ],

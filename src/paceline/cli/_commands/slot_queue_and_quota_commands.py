@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import typer
 
-from paceline.cli._console_output import Age, format_bytes, format_moment, print_answer, print_list
-from paceline.cli._options_and_errors import (
-    CommandError,
-    CommandGroup,
-    ExperimentId,
-    Limit,
-    complete_node,
-    connect,
-)
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
+from paceline.cli._command_groups import CommandGroup
+from paceline.cli._completions import complete_node
+from paceline.cli._connection import connect
+from paceline.cli._errors import CommandError
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Quota, Slot
@@ -60,7 +57,7 @@ def memory_text(sizes: Sequence[int]) -> str | None:
     # The order is that of the slots.
     runs = [(size, len(list(run))) for size, run in groupby(sizes)]
     return ", ".join(
-        (f"{number} x " if number > 1 else "") + (format_bytes(size) if size else "unknown")
+        (f"{number} x " if number > 1 else "") + (console.format_bytes(size) if size else "unknown")
         for size, number in runs
     )
 
@@ -91,7 +88,7 @@ def list_slots() -> None:
     with connect() as client:
         slots = client.slots()
     has_memory = any(slot.memory_bytes for slot in slots)
-    print_list(
+    console.print_list(
         slots,
         [
             *("Node", "Slot", "Device", *(["Memory"] if has_memory else [])),
@@ -129,7 +126,7 @@ def drain(
 def _print_slot(client: "Client", node: str, slot: int, text: str) -> None:
 
     [changed] = [one for one in client.slots() if (one.node, one.id) == (node, slot)]
-    print_answer(changed, text)
+    console.print_answer(changed, text)
 
 
 @slot_app.command("resume")
@@ -157,13 +154,13 @@ def list_jobs(
     pool: Annotated[
         str | None, typer.Option("--pool", metavar="NAME", help="Show only this pool.")
     ] = None,
-    limit: Limit = 100,
+    limit: options.Limit = 100,
 ) -> None:
     """List the trials waiting for slots, the next first, with the reason of each wait."""
 
     with connect() as client:
         queue = client.queue(pool=pool, limit=limit)
-    print_list(
+    console.print_list(
         queue,
         ["Pool", "Ahead", "Trial", "Experiment", "Slots", "Rank", "Waits since", "Why"],
         [
@@ -174,9 +171,9 @@ def list_jobs(
                 f"{entry.experiment_id} {entry.experiment_name}",
                 entry.num_slots,
                 _rank(entry.priority, entry.weight),
-                Age(entry.waiting_since),
+                console.Age(entry.waiting_since),
                 entry.detail
-                + f" Estimated start: {format_moment(entry.estimated_start)}."
+                + f" Estimated start: {console.format_moment(entry.estimated_start)}."
                 * (entry.estimated_start is not None),
             )
             for entry in queue
@@ -190,7 +187,7 @@ def list_jobs(
 
 @queue_app.command("move")
 def move(
-    experiment: ExperimentId,
+    experiment: options.ExperimentId,
     ahead_of: Annotated[
         int | None,
         typer.Option("--ahead-of", metavar="ID", help="Move it directly ahead of this experiment."),
@@ -213,7 +210,7 @@ def move(
     to: Literal["front", "end"] | None = "front" if front else "end" if end else None
     with connect() as client:
         client.move_in_queue(experiment, ahead_of=ahead_of, behind=behind, to=to)
-        print_answer(
+        console.print_answer(
             client.queue(limit=_MOST_WAITING),
             f"Experiment {experiment} is moved. `paceline job list` shows the order.",
         )
@@ -243,7 +240,7 @@ def list_quotas() -> None:
 
     with connect() as client:
         quotas = client.quotas()
-    print_list(
+    console.print_list(
         quotas,
         [
             "User",
@@ -265,12 +262,14 @@ def list_quotas() -> None:
                 _used(one.num_slots_used, one.max_slots),
                 _used(f"{one.slot_hours_used:.2f}", one.slot_hours),
                 _used(
-                    format_bytes(one.checkpoint_bytes_used),
-                    None if one.checkpoint_bytes is None else format_bytes(one.checkpoint_bytes),
+                    console.format_bytes(one.checkpoint_bytes_used),
+                    None
+                    if one.checkpoint_bytes is None
+                    else console.format_bytes(one.checkpoint_bytes),
                 ),
                 _used(
-                    format_bytes(one.media_bytes_used),
-                    None if one.media_bytes is None else format_bytes(one.media_bytes),
+                    console.format_bytes(one.media_bytes_used),
+                    None if one.media_bytes is None else console.format_bytes(one.media_bytes),
                 ),
                 one.revision,
             )
@@ -345,7 +344,7 @@ def set_quota(
             raise CommandError(f"The limits must be in their ranges, but: {error}") from error
         after = _find(client, owner)
     [name] = owner.values()
-    print_answer(after, f"The quota of {name} is set. `paceline quota list` shows it.")
+    console.print_answer(after, f"The quota of {name} is set. `paceline quota list` shows it.")
 
 
 @quota_app.command("delete")
@@ -360,7 +359,7 @@ def delete_quota(
         newest = 1 if before is None else before.revision
         client.delete_quota(**owner, revision=newest if revision is None else revision)
     text = f"The quota of {user or group or project} is deleted."
-    print_answer({"user": user, "project": project, "group": group}, text)
+    console.print_answer({"user": user, "project": project, "group": group}, text)
 
 
 def _owner(user: str | None, group: str | None, project: str | None) -> dict[str, Any]:
@@ -395,7 +394,7 @@ def list_channels() -> None:
     """List the channels of `notify.yaml` in the master's home, without addresses."""
     with connect() as client:
         channels = client.notify_channels()
-    print_list(
+    console.print_list(
         channels,
         ["Channel", "Kind", "Waiting", "Given up", "Failure"],
         [
@@ -416,7 +415,7 @@ def test_channel(
         outcome = client.test_notify_channel(channel)
     if outcome.failure is not None:
         raise CommandError(f"The message to {channel} could not be sent: {outcome.failure}.")
-    print_answer(outcome, f"Sent a test message to {channel}.")
+    console.print_answer(outcome, f"Sent a test message to {channel}.")
 
 
 _LABEL = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]{0,62})=(.{0,200})")

@@ -8,53 +8,15 @@ import typer
 
 from paceline._base.journal_records import encode_metrics
 from paceline._base.progress_display import format_duration
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
+from paceline.cli._command_groups import CommandGroup
 from paceline.cli._commands.checkpoint_commands import OutputDirectory
 from paceline.cli._commands.experiment_commands import experiment_app
-from paceline.cli._console_output import (
-    ERROR_KINDS,
-    console,
-    format_age,
-    format_number,
-    format_values,
-    lost_records_text,
-    plain_for_console,
-    print_alerts,
-    print_answer,
-    print_facts,
-    print_hint,
-    print_json,
-    print_json_line,
-    print_table,
-    print_time_table,
-    restarts_text,
-    state_text,
-)
+from paceline.cli._completions import complete_experiment, complete_trial
+from paceline.cli._connection import connect
+from paceline.cli._errors import CommandError
 from paceline.cli._experiment_description import print_created, print_trials, result_fields
-from paceline.cli._options_and_errors import (
-    ChangedCode,
-    CommandError,
-    CommandGroup,
-    ExperimentId,
-    Follow,
-    Json,
-    JsonLines,
-    Level,
-    Limit,
-    Overrides,
-    Pattern,
-    QueryText,
-    Rank,
-    RequestKey,
-    Search,
-    Stream,
-    Tail,
-    Timestamps,
-    TrialId,
-    complete_experiment,
-    complete_trial,
-    connect,
-    nested_overrides,
-)
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.experiment_models import AttemptEnvironment
@@ -68,7 +30,7 @@ trial_app = CommandGroup(help="Show and change a trial.")
 
 
 @trial_app.command("list", is_list=True)
-def list_trials(limit: Limit = 20, query: QueryText = None) -> None:
+def list_trials(limit: options.Limit = 20, query: options.QueryText = None) -> None:
     """List trials of all experiments, newest first."""
     with connect() as client:
         found = client.list_trials(query, limit=limit)
@@ -77,8 +39,8 @@ def list_trials(limit: Limit = 20, query: QueryText = None) -> None:
 
 @trial_app.command(has_fields=True)
 def describe(
-    trial: TrialId,
-    json: Json = False,
+    trial: options.TrialId,
+    json: options.Json = False,
     show_environment: Annotated[
         bool,
         typer.Option(
@@ -95,12 +57,14 @@ def describe(
         environments = [] if json and not show_environment else found.environments()
         decisions = found.decisions()
     if json and show_environment:
-        print_json(environments)
+        console.print_json(environments)
     elif json:
-        print_json({**plain_for_console(data), **plain_for_console(decisions)})
+        console.print_json(
+            {**console.plain_for_console(data), **console.plain_for_console(decisions)}
+        )
     else:
         _print_trial_facts(data, data.shown_state.value, decisions)
-        print_alerts(data.alerts)
+        console.print_alerts(data.alerts)
         _print_summary(data)
         _print_attempts(data)
         print_environments(environments, is_whole=show_environment)
@@ -110,23 +74,23 @@ def _print_trial_facts(data: "TrialData", state: str, decisions: "TrialDecisions
 
     best = lost = None
     if data.num_records_lost:
-        lost = f"{lost_records_text(data.num_records_lost)}; its log says which"
+        lost = f"{console.lost_records_text(data.num_records_lost)}; its log says which"
     if data.best_metric is not None:
-        best = f"{format_number(data.best_metric)} after {data.best_step} batches"
-    print_facts(
+        best = f"{console.format_number(data.best_metric)} after {data.best_step} batches"
+    console.print_facts(
         [
             ("Trial", f"{data.id} (experiment {data.experiment_id})"),
-            ("State", state_text(state)),
+            ("State", console.state_text(state)),
             ("Reason", data.stop_reason),
             ("Error", data.error),
-            ("Kind of error", data.error_kind and ERROR_KINDS[data.error_kind.value]),
+            ("Kind of error", data.error_kind and console.ERROR_KINDS[data.error_kind.value]),
             ("Lost", lost),
             ("Runs on", _runs_on(data)),
             ("Status", data.status),
-            ("Hyperparameters", format_values(data.hparams) or None),
+            ("Hyperparameters", console.format_values(data.hparams) or None),
             ("Proposed", _proposal_text(decisions)),
             ("Search", "\n".join(map(_rung_text, decisions.rungs)) or None),
-            ("Metadata", data.metadata and format_values(data.metadata)),
+            ("Metadata", data.metadata and console.format_values(data.metadata)),
             ("Seed", data.seed),
             ("Batches", _batches_text(data)),
             ("Best metric", best),
@@ -134,7 +98,7 @@ def _print_trial_facts(data: "TrialData", state: str, decisions: "TrialDecisions
             ("Restarts", data.restarts),
             ("Worker restarts", _worker_restarts(data)),
             ("Retries", f"{data.retries} after transient errors" if data.retries else None),
-            ("Started", format_age(data.started_at)),
+            ("Started", console.format_age(data.started_at)),
         ]
     )
 
@@ -173,10 +137,10 @@ def _rung_text(rung: "TrialRung") -> str:
     if rung.metric is None or rung.arrival is None:
         return text
     found = rung.arrival
-    cutoff = "" if found.cutoff is None else f" (cut-off {format_number(found.cutoff)})"
+    cutoff = "" if found.cutoff is None else f" (cut-off {console.format_number(found.cutoff)})"
     return (
-        f"{text} with {format_number(rung.metric)}, number {found.rank} of {found.order} so far,"
-        f" of which {found.num_kept} may continue{cutoff}"
+        f"{text} with {console.format_number(rung.metric)}, number {found.rank} of {found.order} so"
+        f" far, of which {found.num_kept} may continue{cutoff}"
     )
 
 
@@ -184,7 +148,7 @@ def _worker_restarts(data: "TrialData") -> str | None:
     """Return how often workers were started again within attempts, and why the last time."""
 
     causes = [one.last_restart_cause for one in data.attempts if one.last_restart_cause]
-    return restarts_text(causes, sum(one.restarts for one in data.attempts))
+    return console.restarts_text(causes, sum(one.restarts for one in data.attempts))
 
 
 def _runs_on(data: "TrialData") -> str | None:
@@ -201,11 +165,11 @@ def _print_summary(data: "TrialData") -> None:
         for name, s in sorted(series.items())
     ]
     if rows:
-        console().print()
+        console.stdout().print()
         titles = ["Group", "Metric", "Count", "Last", "Min", "Max", "Mean"]
-        print_table(titles, rows, right=titles[2:])
+        console.print_table(titles, rows, right=titles[2:])
     if data.has_more_metrics:
-        console().print("More metrics are not shown. `paceline t metrics` prints all.")
+        console.stdout().print("More metrics are not shown. `paceline t metrics` prints all.")
 
 
 def _print_attempts(data: "TrialData") -> None:
@@ -237,8 +201,10 @@ def _print_attempts(data: "TrialData") -> None:
             # A continued trial begins at another one's, whose batches are not its own.
             start = f"checkpoint {attempt.resumed_from[:8]}"
         rows.append((attempt.number, attempt.state.value, slots, start, took, end))
-    console().print()
-    print_table(["Attempt", "State", "Slots", "From", "Took", "End"], rows, right=["Attempt"])
+    console.stdout().print()
+    console.print_table(
+        ["Attempt", "State", "Slots", "From", "Took", "End"], rows, right=["Attempt"]
+    )
 
 
 MetricGroup = Annotated[
@@ -253,7 +219,9 @@ MetricGroup = Annotated[
 
 
 @trial_app.command()
-def metrics(trial: TrialId, group: MetricGroup = None, json: JsonLines = False) -> None:
+def metrics(
+    trial: options.TrialId, group: MetricGroup = None, json: options.JsonLines = False
+) -> None:
     """Print the reported metrics of a trial.
 
     Reports that a later attempt repeated appear once.
@@ -265,7 +233,7 @@ def metrics(trial: TrialId, group: MetricGroup = None, json: JsonLines = False) 
 
 @experiment_app.command("metrics")
 def experiment_metrics(
-    experiment: ExperimentId, group: MetricGroup = None, json: JsonLines = False
+    experiment: options.ExperimentId, group: MetricGroup = None, json: options.JsonLines = False
 ) -> None:
     """Print the reported metrics of all trials of an experiment: the curves of a search.
 
@@ -306,13 +274,13 @@ def _print_metrics(
     if json:
         for trial_id, row in rows:
             line = row.model_dump() | {"metrics": encode_metrics(row.metrics)}
-            print_json_line({"trial_id": trial_id, **line} if shows_trials else line)
+            console.print_json_line({"trial_id": trial_id, **line} if shows_trials else line)
         return
     columns = ["Trial"] * shows_trials
-    print_table(
+    console.print_table(
         [*columns, "Group", "Batches", "Attempt", "Metrics"],
         [
-            (trial_id, r.group, r.steps_completed, r.attempt, format_values(r.metrics))[
+            (trial_id, r.group, r.steps_completed, r.attempt, console.format_values(r.metrics))[
                 not shows_trials :
             ]
             for trial_id, r in rows
@@ -323,29 +291,29 @@ def _print_metrics(
 
 
 @trial_app.command("time")
-def show_time(trial: TrialId, json: Json = False) -> None:
+def show_time(trial: options.TrialId, json: options.Json = False) -> None:
     """Show how the time of a trial was spent: training, starts, lost work."""
 
     with connect() as client:
         spent = client.get_trial(trial).time()
     if json:
-        print_json(spent)
+        console.print_json(spent)
     else:
-        print_time_table(spent.model_dump(), spent.total_s, spent.goodput)
+        console.print_time_table(spent.model_dump(), spent.total_s, spent.goodput)
 
 
 @trial_app.command()
 def logs(
-    trial: TrialId,
-    follow: Follow = False,
-    tail: Tail = None,
-    rank: Rank = None,
-    level: Level = None,
-    stream: Stream = None,
-    search: Search = None,
-    pattern: Pattern = None,
-    timestamps: Timestamps = False,
-    json: JsonLines = False,
+    trial: options.TrialId,
+    follow: options.Follow = False,
+    tail: options.Tail = None,
+    rank: options.Rank = None,
+    level: options.Level = None,
+    stream: options.Stream = None,
+    search: options.Search = None,
+    pattern: options.Pattern = None,
+    timestamps: options.Timestamps = False,
+    json: options.JsonLines = False,
 ) -> None:
     """Print the output of a trial."""
     from paceline.cli._experiment_follower import print_damaged_log_lines, print_log_lines
@@ -379,7 +347,7 @@ def kill(trials: TrialIds) -> None:
         # None is touched if one of them is not there.
         killed = [trial.kill() for trial in [*map(client.get_trial, trials)]]
     told = [f"Trial {trial.id} is {trial.data.shown_state.value}." for trial in killed]
-    print_answer([trial.data for trial in killed], "\n".join(told))
+    console.print_answer([trial.data for trial in killed], "\n".join(told))
 
 
 @trial_app.command()
@@ -395,7 +363,7 @@ def stop(trials: TrialIds) -> None:
         f"{' It stores a checkpoint and ends.' if trial.data.is_running else ''}"
         for trial in stopped
     ]
-    print_answer([trial.data for trial in stopped], "\n".join(told))
+    console.print_answer([trial.data for trial in stopped], "\n".join(told))
 
 
 @trial_app.command("continue", has_fields=result_fields)
@@ -408,7 +376,7 @@ def continue_trial(
             autocompletion=complete_trial,
         ),
     ] = None,
-    directory: ChangedCode = None,
+    directory: options.ChangedCode = None,
     best: Annotated[
         int | None,
         typer.Option(
@@ -417,12 +385,12 @@ def continue_trial(
             autocompletion=complete_experiment,
         ),
     ] = None,
-    follow: Follow = False,
-    overrides: Overrides = [],  # noqa: B006
+    follow: options.Follow = False,
+    overrides: options.Overrides = [],  # noqa: B006
     paused: Annotated[
         bool, typer.Option("--paused", help="Create it, but do not start it.")
     ] = False,
-    key: RequestKey = None,
+    key: options.RequestKey = None,
 ) -> None:
     """Continue a trial, or the best one of an experiment, in a new experiment.
 
@@ -442,7 +410,7 @@ def continue_trial(
             param_hint="ID",
         )
     with connect() as client:
-        changes = nested_overrides(overrides)
+        changes = options.nested_overrides(overrides)
         number = _best_trial(client.get_experiment(best)) if best is not None else int(trial or 0)
         experiment = client.get_trial(number).continue_(
             changes, activate=not paused, key=key, code=directory
@@ -463,7 +431,7 @@ def _best_trial(experiment: "Experiment") -> int:
 
 @trial_app.command()
 def download(
-    trial: TrialId,
+    trial: options.TrialId,
     latest: Annotated[
         bool, typer.Option("--latest", help="Copy the latest checkpoint, not the best.")
     ] = False,
@@ -478,9 +446,9 @@ def download(
         checkpoint = _latest_of_trial(client.get_trial(trial)) if latest else None
         chosen = checkpoint or client.get_trial(trial).top_checkpoint()
         path: Path = chosen.download(output)
-    print_answer({"path": str(path), "uuid": chosen.uuid}, str(path))
-    measured = "" if chosen.metric is None else f", metric {format_number(chosen.metric)}"
-    print_hint(f"checkpoint {chosen.uuid} of batch {chosen.steps_completed}{measured}.")
+    console.print_answer({"path": str(path), "uuid": chosen.uuid}, str(path))
+    measured = "" if chosen.metric is None else f", metric {console.format_number(chosen.metric)}"
+    console.print_hint(f"checkpoint {chosen.uuid} of batch {chosen.steps_completed}{measured}.")
 
 
 def _latest_of_trial(trial: "Trial") -> "Checkpoint":
@@ -501,8 +469,8 @@ def print_environments(environments: "list[AttemptEnvironment]", *, is_whole: bo
     if is_whole:
         _print_whole(environments)
     elif known:
-        console().print()
-        print_facts(_environment_facts(known[-1].environment or {}, known[-1].source))
+        console.stdout().print()
+        console.print_facts(_environment_facts(known[-1].environment or {}, known[-1].source))
 
 
 def _print_whole(environments: "list[AttemptEnvironment]") -> None:
@@ -515,9 +483,9 @@ def _print_whole(environments: "list[AttemptEnvironment]") -> None:
         if before is not None and one.model_copy(update={"number": before.number}) == before:
             content = {"environment": f"that of attempt {before.number}"}
         found.append({"attempt": one.number, **content})
-    console().print()
+    console.stdout().print()
     text = yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
-    console().print(text.rstrip(), markup=False, highlight=False, soft_wrap=True)
+    console.stdout().print(text.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
 def _environment_facts(

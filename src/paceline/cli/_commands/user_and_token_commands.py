@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.cli._console_output import format_moment, print_answer, print_list
-from paceline.cli._options_and_errors import (
-    CommandError,
-    CommandGroup,
-    Limit,
-    chosen_master,
-    complete_token,
-    connect,
-    is_agent,
-)
+from paceline.cli import _console_output as console
+from paceline.cli import _options as options
+from paceline.cli._command_groups import CommandGroup
+from paceline.cli._completions import complete_token
+from paceline.cli._connection import chosen_master, connect
+from paceline.cli._errors import CommandError
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Token
@@ -83,8 +79,8 @@ def create(
             )
     except ValueError as error:
         raise CommandError(str(error)) from error
-    print_answer(token, token.secret)
-    moment = format_moment(token.expires_at)
+    console.print_answer(token, token.secret)
+    moment = console.format_moment(token.expires_at)
     expiry = "never expires" if moment is None else f"expires at {moment}"
     only = f", is for {found}" if (found := _binding(token)) else ""
     typer.echo(
@@ -101,7 +97,7 @@ def list_tokens() -> None:
     with connect() as client:
         tokens = client.list_tokens()
     now = time.time()
-    print_list(
+    console.print_list(
         tokens,
         ["ID", "Name", "User", "Scope", "For", "State", "Created", "Expires"],
         [
@@ -112,8 +108,8 @@ def list_tokens() -> None:
                 token.scope.value,
                 _binding(token),
                 _token_state(token.revoked_at, token.expires_at, now),
-                format_moment(token.created_at),
-                format_moment(token.expires_at) or _NEVER,
+                console.format_moment(token.created_at),
+                console.format_moment(token.expires_at) or _NEVER,
             )
             for token in tokens
         ],
@@ -138,7 +134,7 @@ def revoke(
             revoked = client.revoke_token(int(token) if token.isdecimal() else token)
     except LookupError as error:
         raise CommandError(str(error)) from error
-    print_answer(revoked, f"The token {revoked.name} (id {revoked.id}) is revoked.")
+    console.print_answer(revoked, f"The token {revoked.name} (id {revoked.id}) is revoked.")
 
 
 @token_app.command("renew-home")
@@ -148,7 +144,9 @@ def renew_home() -> None:
     with connect() as client:
         home = client.master().home
         client.renew_home_token()
-    print_answer({"home": home}, f"The home {home} has another token now, in its file `token`.")
+    console.print_answer(
+        {"home": home}, f"The home {home} has another token now, in its file `token`."
+    )
 
 
 def _seconds(text: str) -> float | None:
@@ -211,7 +209,7 @@ def login(
         if not has_web_ui:
             typer.echo(NO_WEB_UI, err=True)
         link = sign_in_link(client, read_master_file(home_directory()))
-    print_answer({"sign_in_url": link, "has_web_ui": has_web_ui}, link)
+    console.print_answer({"sign_in_url": link, "has_web_ui": has_web_ui}, link)
 
 
 def _print_token_of(user: str, password: str) -> None:
@@ -221,7 +219,7 @@ def _print_token_of(user: str, password: str) -> None:
     # The password opens the route: a home with a token is on the master's machine only.
     with Client(chosen_master.get(), "none") as client:
         token = client.log_in(user, password, name=name)
-    print_answer(token, token.secret)
+    console.print_answer(token, token.secret)
     typer.echo(f"The token {token.name} acts as {user}. {_USE}", err=True)
 
 
@@ -234,7 +232,7 @@ def _print_token_by_code() -> None:
     """Print a link, ask for the code that its page shows, and print a token for it."""
     from paceline.client._client import Client
 
-    if is_agent() or not sys.stdin.isatty():
+    if options.is_agent() or not sys.stdin.isatty():
         raise CommandError(
             "`--oidc` must be used at a terminal, to ask for the code that the browser shows."
         )
@@ -247,12 +245,12 @@ def _print_token_by_code() -> None:
         typer.echo(f"Sign in, in a browser on any machine: {link}", err=True)
         code = str(typer.prompt("Code that the page shows", err=True)).strip()
         token = client.log_in_by_code(code, verifier, name=_token_name("oidc"))
-    print_answer(token, token.secret)
+    console.print_answer(token, token.secret)
     typer.echo(f"The token {token.name} is made. {_USE}", err=True)
 
 
 def _ask_password(*, is_new: bool) -> str:
-    if is_agent() or not sys.stdin.isatty():
+    if options.is_agent() or not sys.stdin.isatty():
         raise CommandError("`--password` must be given without a terminal to ask for it.")
     return str(typer.prompt("Password", hide_input=True, confirmation_prompt=is_new, err=True))
 
@@ -280,7 +278,9 @@ def add_user(
             "`NAME` must be up to 64 letters, digits, dots, hyphens and underscores, but got"
             f" {name!r}."
         ) from error
-    print_answer({**added.model_dump(), "sign_in_url": link}, f"The user {name} is added. {link}")
+    console.print_answer(
+        {**added.model_dump(), "sign_in_url": link}, f"The user {name} is added. {link}"
+    )
 
 
 @user_app.command("list", is_list=True)
@@ -289,7 +289,7 @@ def list_users() -> None:
 
     with connect() as client:
         users = client.list_users()
-    print_list(
+    console.print_list(
         users,
         ["Name", "Group", "Rights", "Password", "OIDC", "State"],
         [
@@ -312,7 +312,7 @@ def remove_user(name: UserName) -> None:
 
     with connect() as client:
         client.remove_user(name)
-    print_answer({"user": name}, f"The user {name} is removed.")
+    console.print_answer({"user": name}, f"The user {name} is removed.")
 
 
 @user_app.command("group")
@@ -325,7 +325,7 @@ def set_group(
     with connect() as client:
         client.set_group(name, None if group == "none" else group)
     text = f"The user {name} is in {'no group' if group == 'none' else f'the group {group}'}."
-    print_answer({"user": name, "group": None if group == "none" else group}, text)
+    console.print_answer({"user": name, "group": None if group == "none" else group}, text)
 
 
 @user_app.command("link")
@@ -346,7 +346,7 @@ def link_user(
         client.link_user(name, None if subject == "none" else subject)
     who = {"none": "nobody", "*": f"the first {name}"}.get(subject, f"the person {subject}")
     text = f"The user {name} is linked to {who} at the provider."
-    print_answer({"user": name, "subject": None if subject == "none" else subject}, text)
+    console.print_answer({"user": name, "subject": None if subject == "none" else subject}, text)
 
 
 @user_app.command("role")
@@ -373,7 +373,7 @@ def set_role(
         else:
             client.set_admin(name, bool(admin))
             text = f"The user {name} is {'an' if admin else 'no'} administrator."
-    print_answer({"user": name, "project": project, "role": role, "is_admin": admin}, text)
+    console.print_answer({"user": name, "project": project, "role": role, "is_admin": admin}, text)
 
 
 @project_app.command("create")
@@ -388,7 +388,7 @@ def create_project(name: ProjectName) -> None:
             "`NAME` must begin with a letter or digit and have up to 64 letters, digits, spaces,"
             f" dots, hyphens and underscores, but got {name!r}."
         ) from error
-    print_answer(project, f"The project {name} is created.")
+    console.print_answer(project, f"The project {name} is created.")
 
 
 @project_app.command("list", is_list=True)
@@ -397,7 +397,7 @@ def list_projects() -> None:
 
     with connect() as client:
         projects = client.list_projects()
-    print_list(projects, ["Name", "Role"], [(one.name, one.role.value) for one in projects])
+    console.print_list(projects, ["Name", "Role"], [(one.name, one.role.value) for one in projects])
 
 
 @project_app.command("members", is_list=True)
@@ -406,7 +406,7 @@ def list_members(name: ProjectName) -> None:
 
     with connect() as client:
         members = client.list_members(name)
-    print_list(members, ["User", "Role"], [(one.user, one.role.value) for one in members])
+    console.print_list(members, ["User", "Role"], [(one.user, one.role.value) for one in members])
 
 
 @project_app.command("delete")
@@ -415,7 +415,7 @@ def delete_project(name: ProjectName) -> None:
 
     with connect() as client:
         client.delete_project(name)
-    print_answer({"project": name}, f"The project {name} is deleted.")
+    console.print_answer({"project": name}, f"The project {name} is deleted.")
 
 
 _USAGE_KEYS = ("month", "user", "project", "pool")
@@ -444,7 +444,7 @@ def usage(
     with connect() as client:
         rows = client.usage(since=since or month, until=month, by=by)
     numbers = ["Trials", "Slot hours", "GPU hours", "Hours waited", "Hours lost", "Goodput"]
-    print_list(
+    console.print_list(
         rows,
         [*(key.capitalize() for key in keys), *numbers],
         [
@@ -467,18 +467,18 @@ def audit(
     user: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show only requests of this user.")
     ] = None,
-    limit: Limit = 20,
+    limit: options.Limit = 20,
 ) -> None:
     """List who changed what, newest first."""
 
     with connect() as client:
         entries = client.audit(user=user, limit=limit)
-    print_list(
+    console.print_list(
         entries,
         ["Time", "User", "Token", "Request", "Objects", "Status"],
         [
             (
-                format_moment(one.time),
+                console.format_moment(one.time),
                 one.user,
                 one.token or "browser",
                 one.action,
@@ -511,4 +511,4 @@ def set_password(
             client.set_password(password, user=user)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    print_answer({"user": user}, f"The password of {user} is set.")
+    console.print_answer({"user": user}, f"The password of {user} is set.")

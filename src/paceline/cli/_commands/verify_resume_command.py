@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli._console_output import console, print_json, print_table
-from paceline.cli._options_and_errors import Json, report_error
+from paceline.cli import _console_output as console
+from paceline.cli._errors import report_error
+from paceline.cli._options import Json
 
 if TYPE_CHECKING:
     from paceline.testing._verify_command import CommandVerdict
@@ -97,7 +98,7 @@ def verify_foreign_command(
     if report is not None:
         report.write_text(json.dumps(verdict.as_json(), indent=2) + "\n")
     if is_json:
-        print_json(verdict.as_json())
+        console.print_json(verdict.as_json())
     else:
         _print_command_verdict(verdict)
     if verdict.is_exact and not is_kept:
@@ -112,29 +113,31 @@ def _print_command_verdict(verdict: "CommandVerdict") -> None:
 
     style = _STYLES.get(verdict.result, "yellow")
     text = Text.assemble((verdict.result, style), f": {verdict.reason}")
-    console().print(text, soft_wrap=True)
+    console.stdout().print(text, soft_wrap=True)
     if verdict.levels:
         words = {True: "equal", False: "different", None: "not judged"}
         levels = ", ".join(
             f"{level}: {words[is_equal]}" for level, is_equal in verdict.levels.items()
         )
-        console().print(f"\nLevels: {levels}", soft_wrap=True)
+        console.stdout().print(f"\nLevels: {levels}", soft_wrap=True)
     if verdict.resumed_checkpoint is not None:
-        console().print(
+        console.stdout().print(
             f"Resumed from {verdict.resumed_checkpoint}, step {_shown(verdict.resumed_from)};"
             f" killed at step {_shown(verdict.killed_at_step)}; adapter {verdict.adapter}",
             soft_wrap=True,
         )
     if verdict.differences:
-        console().print("\nDifferences, the first one first:")
+        console.stdout().print("\nDifferences, the first one first:")
     for one in verdict.differences[:_SHOWN_DIFFERENCES]:
         rank = "" if one.rank is None else f", rank {one.rank}"
-        console().print(f"  {one.kind}, step {_shown(one.step)}{rank}: {one}", soft_wrap=True)
+        console.stdout().print(
+            f"  {one.kind}, step {_shown(one.step)}{rank}: {one}", soft_wrap=True
+        )
     num_hidden = len(verdict.differences) - _SHOWN_DIFFERENCES
     if num_hidden > 0:
-        console().print(f"  and {num_hidden} more")
+        console.stdout().print(f"  and {num_hidden} more")
     for note in verdict.notes:
-        console().print(f"\nNote: {note}", soft_wrap=True)
+        console.stdout().print(f"\nNote: {note}", soft_wrap=True)
 
 
 def _shown(step: int | None) -> str:
@@ -281,7 +284,7 @@ def verify_resume(
     if report is not None:
         report.write_text(dumps(_as_json(verdict), indent=2) + "\n")
     if json:
-        print_json(_as_json(verdict))
+        console.print_json(_as_json(verdict))
     else:
         _print_verdict(verdict)
     if verdict.is_exact and directory is None:
@@ -326,7 +329,7 @@ def _progress_on_stderr() -> Iterator[None]:
 
 def _print_verdict(verdict: "Verdict") -> None:
 
-    print_table(
+    console.print_table(
         ["Fault", "Came at step", "Resumed from", "Trained again", "Result"],
         [
             (
@@ -342,14 +345,14 @@ def _print_verdict(verdict: "Verdict") -> None:
     )
     for outcome in verdict.outcomes:
         if outcome.differences:
-            console().print(f"\n{outcome.fault.kind} at step {outcome.hit_step}:")
+            console.stdout().print(f"\n{outcome.fault.kind} at step {outcome.hit_step}:")
         for difference in outcome.differences[:_SHOWN_DIFFERENCES]:
-            console().print(f"  {difference}", soft_wrap=True)
+            console.stdout().print(f"  {difference}", soft_wrap=True)
         num_hidden = len(outcome.differences) - _SHOWN_DIFFERENCES
         if num_hidden > 0:
-            console().print(f"  and {num_hidden} more")
+            console.stdout().print(f"  and {num_hidden} more")
     for note in verdict.notes:
-        console().print(f"\nNote: {note}", soft_wrap=True)
+        console.stdout().print(f"\nNote: {note}", soft_wrap=True)
 
 
 def _result_text(outcome: "FaultOutcome") -> Any:

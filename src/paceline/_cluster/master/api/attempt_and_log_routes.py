@@ -9,20 +9,12 @@ from math import inf
 from typing import Annotated, Any, Literal
 
 import msgspec
+import sqlalchemy as sa
 from fastapi import Depends, Path, Query, Request, Response
-from sqlalchemy import Connection, select
 
+from paceline._cluster.master.api import requests_and_answers as models
 from paceline._cluster.master.api.access_guard import IdentityOf
 from paceline._cluster.master.api.readers import ReadingRoute
-from paceline._cluster.master.api.requests_and_answers import (
-    ApiError,
-    MasterOf,
-    RecordsOf,
-    TrialId,
-    experiment_row,
-    trial_row,
-    write_rows,
-)
 from paceline._cluster.master.api.route_scopes import ApiRouter, RouteScope
 from paceline._cluster.master.experiments.attempt_runners import end_runner, note_begun
 from paceline._cluster.master.experiments.attempts import (
@@ -43,21 +35,8 @@ from paceline._cluster.master.store.log_files import LogFilter, StoredLine, line
 from paceline._cluster.master.store.row_ids_and_counts import update_attempt
 from paceline._cluster.master.store.trial_logs import merge_lines
 from paceline._cluster.master.waiting import wait_for
+from paceline._cluster.messages import runner_messages as messages
 from paceline._cluster.messages.experiment_models import LinkTarget, LogLine, LogPage
-from paceline._cluster.messages.runner_messages import (
-    AttemptControl,
-    AttemptEnd,
-    LogEntry,
-    LogReply,
-    LogRequest,
-    RecordBatch,
-    RecordReply,
-    RecordRequest,
-    RunRecords,
-    RunRegistration,
-    in_parts,
-    runner_id,
-)
 
 _FOLLOWS = {
     "alert": "has a text of a log policy",
@@ -102,14 +81,14 @@ Member = Annotated[int, Query(ge=0, le=10_000, description="Which of the attempt
 @attempt_router.post("/attempts/{attempt_id}/records", openapi_extra={"requestBody": {"content": {
     "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
 async def store_records(
-    attempt_id: AttemptId, request: Request, master: MasterOf, member: Member = 0
+    attempt_id: AttemptId, request: Request, master: models.MasterOf, member: Member = 0
 ) -> Response:
     """Store journal records and apply their consequences; known records are dropped."""
-    master.leases.renew(runner_id(attempt_id, member))
-    body = await _decode(request, RecordRequest)
+    master.leases.renew(messages.runner_id(attempt_id, member))
+    body = await _decode(request, messages.RecordRequest)
     has_validations = _has_validations(body.batches)
     try:
-        for part in in_parts(body.batches, _MAX_AT_ONCE):
+        for part in messages.in_parts(body.batches, _MAX_AT_ONCE):
             store = partial(master.ingest.store, attempt_id=attempt_id, batches=part)
             stored = master.database.write(store, is_urgent=_has_validations(part))
             marks = await asyncio.wrap_future(stored)
@@ -118,7 +97,7 @@ async def store_records(
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
         # Records that cannot be stored now never can: sending them again would never end.
         message = f"The records cannot be stored: {type(error).__name__}: {error}"
-        raise ApiError(422, "invalid_records", message) from error
+        raise models.ApiError(422, "invalid_records", message) from error
     # Last record of each batch: records of a rank are in order, so the last is the newest.
     newest = max(
         (batch.records[-1][1].time for batch in body.batches if batch.records), default=None
@@ -129,17 +108,17 @@ async def store_records(
     # A runner that asks for the marks may have missed the answer to an earlier request.
     if has_validations or not body.batches:
         control = await asyncio.to_thread(_read_decision, master, attempt_id)
-    return _json(RecordReply(marks=marks, control=control))
+    return _json(messages.RecordReply(marks=marks, control=control))
 
 
 @attempt_router.post("/attempts/{attempt_id}/logs", openapi_extra={"requestBody": {"content": {
     "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
 async def store_logs(
-    attempt_id: AttemptId, request: Request, master: MasterOf, member: Member = 0
+    attempt_id: AttemptId, request: Request, master: models.MasterOf, member: Member = 0
 ) -> Response:
     """Store lines of output; known lines are dropped."""
-    master.leases.renew(runner_id(attempt_id, member))
-    body = await _decode(request, LogRequest)
+    master.leases.renew(messages.runner_id(attempt_id, member))
+    body = await _decode(request, messages.LogRequest)
     attempt, hits = await asyncio.to_thread(_read_attempt, master, attempt_id, body.entries)
     check_not_over(attempt)
     logs = master.logs
@@ -152,16 +131,16 @@ async def store_logs(
             if hits:
                 take_log_hits(master.ingest, transaction, attempt_id, member, hits)
 
-        await write_rows(master, tell)
+        await models.write_rows(master, tell)
     # The first look reads the whole file.
     sequence = await asyncio.to_thread(logs.last_sequence, trial_id, number, member)
-    return _json(LogReply(last_sequence=sequence))
+    return _json(messages.LogReply(last_sequence=sequence))
 
 
 @attempt_router.get("/attempts/{attempt_id}/control")
 async def read_control(
     attempt_id: AttemptId,
-    master: MasterOf,
+    master: models.MasterOf,
     after: Annotated[int, Query(ge=0)] = 0,
     timeout_s: Annotated[float, Query(ge=0, le=60)] = 0,
     begins: Annotated[bool, Query(description="The attempt's runner has begun.")] = False,
@@ -178,7 +157,7 @@ async def read_control(
 
     The answer comes sooner where the runner must ask again to keep its lease.
     """
-    master.leases.renew(runner_id(attempt_id, member), after)
+    master.leases.renew(messages.runner_id(attempt_id, member), after)
     timeout_s = min(timeout_s, master.leases.longest_wait_s)
     if unused_s is not None:
         master.ingest.activities.note_unused(attempt_id, member, unused_s)
@@ -195,7 +174,7 @@ async def read_control(
             )
             master.ingest.store(transaction, attempt_id, [])
 
-        await write_rows(master, begin)
+        await models.write_rows(master, begin)
     with master.controls.listen(attempt_id) as changed:
         control = await asyncio.to_thread(_read_control, master, attempt_id)
         is_news = control.version > after or not timeout_s or master.is_closing
@@ -209,11 +188,11 @@ async def read_control(
 @attempt_router.post("/attempts/{attempt_id}/end", status_code=204, openapi_extra={"requestBody": {
     "content": {"application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
 async def store_end(
-    attempt_id: AttemptId, request: Request, master: MasterOf, member: Member = 0
+    attempt_id: AttemptId, request: Request, master: models.MasterOf, member: Member = 0
 ) -> None:
     """Record the end of an attempt on a node; repeated calls change nothing."""
-    master.leases.renew(runner_id(attempt_id, member))
-    end = (await _decode(request, AttemptEnd)).by_clock_of(time.time())
+    master.leases.renew(messages.runner_id(attempt_id, member))
+    end = (await _decode(request, messages.AttemptEnd)).by_clock_of(time.time())
 
     def job(transaction: Transaction) -> None:
         if end.is_leaving:
@@ -222,7 +201,7 @@ async def store_end(
                 master.nodes.presence.doubt(node_id)
         end_runner(master.changes, transaction, attempt_id, member, end)
 
-    await write_rows(master, job)
+    await models.write_rows(master, job)
     await asyncio.to_thread(master.transfers.forget, attempt_id)
 
 
@@ -231,7 +210,7 @@ async def _decode(request: Request, kind: type[Any]) -> Any:
         return msgspec.json.decode(await request.body(), type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         # Deeply nested JSON exhausts the decoder's stack.
-        raise ApiError(422, "invalid_request", str(error)) from error
+        raise models.ApiError(422, "invalid_request", str(error)) from error
 
 
 def _json(message: Any) -> Response:
@@ -239,21 +218,21 @@ def _json(message: Any) -> Response:
 
 
 def _read_attempt(
-    master: Master, attempt_id: int, entries: Sequence[LogEntry]
+    master: Master, attempt_id: int, entries: Sequence[messages.LogEntry]
 ) -> tuple[Any, dict[str, dict[str, Any]]]:
     """Return an attempt, and what log policies find in lines of its output."""
     with master.database.read() as connection:
         attempt = read_attempt(connection, attempt_id)
-        policies = config_of(experiment_row(connection, attempt.experiment_id)).log_policies
+        policies = config_of(models.experiment_row(connection, attempt.experiment_id)).log_policies
     return attempt, find_log_hits(policies, entries)
 
 
-def _read_control(master: Master, attempt_id: int) -> AttemptControl:
+def _read_control(master: Master, attempt_id: int) -> messages.AttemptControl:
     with master.database.read() as connection:
         return read_control_of(connection, attempt_id)
 
 
-def _has_validations(batches: Sequence[RecordBatch]) -> bool:
+def _has_validations(batches: Sequence[messages.RecordBatch]) -> bool:
     return any(
         getattr(record, "group", None) == "validation" or getattr(record, "validation", False)
         for batch in batches
@@ -261,11 +240,11 @@ def _has_validations(batches: Sequence[RecordBatch]) -> bool:
     )
 
 
-def _read_decision(master: Master, attempt_id: int) -> AttemptControl | None:
+def _read_decision(master: Master, attempt_id: int) -> messages.AttemptControl | None:
     """Return the control after the stored reports, None if the search judges no reports."""
     with master.database.read() as connection:
         attempt = read_attempt(connection, attempt_id)
-        searcher = config_of(experiment_row(connection, attempt.experiment_id)).searcher
+        searcher = config_of(models.experiment_row(connection, attempt.experiment_id)).searcher
         return None if searcher.judged_metrics is None else read_control_of(connection, attempt_id)
 
 
@@ -277,31 +256,31 @@ RunId = Annotated[str, Path(min_length=1, max_length=128)]
 
 @run_router.get("/runs")
 def find_run(
-    records: RecordsOf,
+    records: models.RecordsOf,
     link: Annotated[str, Query(min_length=3, max_length=500, description="Without the host.")],
 ) -> LinkTarget:
     """Find what a client of W&B or MLflow prints as the place of its run or its project."""
     with records.database.read() as connection:
         found = find_link(connection, link)
     if found is None:
-        raise ApiError(404, "not_found", f"Nothing was logged here as {link!r}.")
+        raise models.ApiError(404, "not_found", f"Nothing was logged here as {link!r}.")
     return LinkTarget(experiment_id=found[0], label=found[1])
 
 
 @run_router.put("/runs/{run_id}", openapi_extra={"requestBody": {"content": {
     "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
 async def register_run(
-    run_id: RunId, request: Request, master: MasterOf, identity: IdentityOf
+    run_id: RunId, request: Request, master: models.MasterOf, identity: IdentityOf
 ) -> Response:
     """Register a run as an unmanaged experiment, and return the stored positions."""
-    body = await _decode(request, RunRegistration)
+    body = await _decode(request, messages.RunRegistration)
     if body.info.run_id != run_id:
-        raise ApiError(
+        raise models.ApiError(
             422,
             "invalid_request",
             f"`info.run_id` must be the one in the path, {run_id!r}, but got {body.info.run_id!r}.",
         )
-    reply = await write_rows(
+    reply = await models.write_rows(
         master,
         lambda transaction: master.unmanaged.register(
             transaction, body.info, body.path, is_trusted=may_name_directories(identity)
@@ -313,12 +292,12 @@ async def register_run(
 @run_router.post("/runs/{run_id}/records", openapi_extra={"requestBody": {"content": {
     "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
 async def store_run_records(
-    run_id: RunId, request: Request, master: MasterOf, identity: IdentityOf
+    run_id: RunId, request: Request, master: models.MasterOf, identity: IdentityOf
 ) -> Response:
     """Store journal records of a run; known records are dropped."""
-    body = await _decode(request, RunRecords)
+    body = await _decode(request, messages.RunRecords)
     # A whole run in one transaction would hold up all other writers.
-    parts = [*in_parts(sorted(body.batches, key=batch_place), _MAX_AT_ONCE)]
+    parts = [*messages.in_parts(sorted(body.batches, key=batch_place), _MAX_AT_ONCE)]
     try:
         for part in parts:
             take = partial(
@@ -330,10 +309,10 @@ async def store_run_records(
                 lease_s=body.lease_s,
                 is_trusted=may_name_directories(identity),
             )
-            reply = await write_rows(master, take)
+            reply = await models.write_rows(master, take)
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
         message = f"The records cannot be stored: {type(error).__name__}: {error}"
-        raise ApiError(422, "invalid_records", message) from error
+        raise models.ApiError(422, "invalid_records", message) from error
     return _json_bytes(reply)
 
 
@@ -370,7 +349,7 @@ async def _log_filter(
     try:
         found = None if pattern is None else linear_pattern(pattern)
     except ValueError as error:
-        raise ApiError(
+        raise models.ApiError(
             422,
             "invalid_request",
             f"`pattern` must be a regular expression that RE2 takes, but got {pattern!r}: {error}.",
@@ -383,8 +362,8 @@ Only = Annotated[LogFilter, Depends(_log_filter)]
 
 @log_router.get("/trials/{trial_id}/logs")
 def list_trial_logs(
-    trial_id: TrialId,
-    master: MasterOf,
+    trial_id: models.TrialId,
+    master: models.MasterOf,
     only: Only,
     after: After = -1,
     limit: LineLimit = 1000,
@@ -392,7 +371,7 @@ def list_trial_logs(
 ) -> LogPage:
     """List lines of a trial's output, oldest first."""
     with master.database.read() as connection:
-        trial_row(connection, trial_id)
+        models.trial_row(connection, trial_id)
     if tail is not None:
         lines = master.logs.tail(trial_id, tail, only=only)
         more = None
@@ -411,7 +390,7 @@ def list_trial_logs(
 @log_router.get("/experiments/{experiment_id}/logs")
 def list_experiment_logs(
     experiment_id: Annotated[int, Path(ge=1, le=2**62)],
-    master: MasterOf,
+    master: models.MasterOf,
     only: Only,
     limit: LineLimit = 1000,
     tail: Tail = None,
@@ -419,7 +398,7 @@ def list_experiment_logs(
     """List lines of all trials of an experiment in order of time."""
     read: list[int] = []
     with master.database.read() as connection:
-        experiment_row(connection, experiment_id)
+        models.experiment_row(connection, experiment_id)
         spans = (
             _log_ends(connection, experiment_id) if tail else _log_begins(connection, experiment_id)
         )
@@ -441,22 +420,22 @@ def _noted_logs(spans: Iterator[tuple[int, float]], read: list[int]) -> Iterator
         yield trial_id, at
 
 
-def _log_begins(connection: Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
+def _log_begins(connection: sa.Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
     """Return the experiment's trials with their first attempt's time, in time order."""
     attempts = tables.attempts.c
     query = (
-        select(attempts.trial_id, attempts.created_at)
+        sa.select(attempts.trial_id, attempts.created_at)
         .where(attempts.experiment_id == experiment_id, attempts.number == 1)
         .order_by(attempts.created_at, attempts.trial_id)
     )
     return ((trial_id, time) for trial_id, time in connection.execute(query))
 
 
-def _log_ends(connection: Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
+def _log_ends(connection: sa.Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
     """Return the experiment's trials with the time of their end, the latest first."""
     trials = tables.trials
     query = (
-        select(trials.c.id, trials.c.ended_at)
+        sa.select(trials.c.id, trials.c.ended_at)
         .where(trials.c.experiment_id == experiment_id, trials.c.num_attempts > 0)
         .order_by(trials.c.ended_at.desc().nulls_first(), trials.c.id.desc())
     )

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
+import sqlalchemy as sa
 from fastapi import Query
-from sqlalchemy import Connection, Row, Select, Text, select, type_coerce
 
 from paceline._cluster.master.api.experiment_routes import ExperimentId, action_of, project_id_of
 from paceline._cluster.master.api.list_routes import FiltersOf, experiments_of, told_as_api_errors
@@ -80,15 +80,15 @@ def changed_labels(before: Iterable[str], arguments: BulkArguments) -> list[str]
 
 
 def preview_action(
-    connection: Connection, ids: Select[Any], action: BulkWord, arguments: BulkArguments
+    connection: sa.Connection, ids: sa.Select[Any], action: BulkWord, arguments: BulkArguments
 ) -> BulkPreview:
     """Return the preview of an action on the experiments of a query for ids."""
     experiments = tables.experiments.c
-    query: Select[Any] = (
-        select(
+    query: sa.Select[Any] = (
+        sa.select(
             *(experiments[name] for name in ("id", "name", "state", "is_archived", "project_id")),
             *(experiments[name] for name in ("external_id", "external_path")),
-            type_coerce(experiments.labels, Text).label("labels"),
+            sa.type_coerce(experiments.labels, sa.Text).label("labels"),
             PROJECT_NAME.label("project"),
         )
         .where(experiments.id.in_(ids.correlate(None)))
@@ -96,7 +96,7 @@ def preview_action(
     )
     rows = connection.execute(query).all()
     judge = _judge_of(connection, action, arguments)
-    changed: list[Row[Any]] = []
+    changed: list[sa.Row[Any]] = []
     refused: dict[str, list[int]] = {}
     num_unchanged = 0
     for row in rows:
@@ -122,7 +122,7 @@ def preview_action(
 
 
 def preview_checkpoints(
-    connection: Connection, trial_ids: Select[Any], *, keep_best: int, keep_latest: int
+    connection: sa.Connection, trial_ids: sa.Select[Any], *, keep_best: int, keep_latest: int
 ) -> CheckpointPreview:
     """Return the preview of a deletion of the checkpoints of some trials.
 
@@ -133,8 +133,8 @@ def preview_checkpoints(
         keep_latest: and so many with the most batches.
     """
     columns, experiments, trials = tables.checkpoints.c, tables.experiments.c, tables.trials.c
-    query: Select[Any] = (
-        select(
+    query: sa.Select[Any] = (
+        sa.select(
             *(columns[name] for name in ("uuid", "trial_id", "experiment_id", "size", "metric")),
             columns.steps_completed,
             trials.state,
@@ -152,7 +152,7 @@ def preview_checkpoints(
     rows = connection.execute(query).all()
     kept = _kept_checkpoints(rows, keep_best, keep_latest)
     used, registered = _checkpoints_in_use(connection), registered_checkpoints(connection)
-    found: list[Row[Any]] = []
+    found: list[sa.Row[Any]] = []
     refused: dict[str, list[int]] = {}
     for row in rows:
         reason = _missing_role(row)
@@ -179,8 +179,8 @@ def preview_checkpoints(
     )
 
 
-def _kept_checkpoints(rows: Iterable[Row[Any]], keep_best: int, keep_latest: int) -> set[str]:
-    by_trial: dict[int, list[Row[Any]]] = {}
+def _kept_checkpoints(rows: Iterable[sa.Row[Any]], keep_best: int, keep_latest: int) -> set[str]:
+    by_trial: dict[int, list[sa.Row[Any]]] = {}
     for row in rows:
         by_trial.setdefault(row.trial_id, []).append(row)
     kept: set[str] = set()
@@ -192,10 +192,10 @@ def _kept_checkpoints(rows: Iterable[Row[Any]], keep_best: int, keep_latest: int
     return kept
 
 
-def _checkpoints_in_use(connection: Connection) -> set[str]:
+def _checkpoints_in_use(connection: sa.Connection) -> set[str]:
     trials, attempts = tables.trials.c, tables.attempts.c
-    sources = select(trials.source_checkpoint).where(trials.state.in_(LIVE_TRIALS))
-    resumed = select(attempts.resumed_from).where(attempts.state.in_(LIVE_ATTEMPTS))
+    sources = sa.select(trials.source_checkpoint).where(trials.state.in_(LIVE_TRIALS))
+    resumed = sa.select(attempts.resumed_from).where(attempts.state.in_(LIVE_ATTEMPTS))
     return {uuid for (uuid,) in connection.execute(sources.union(resumed)) if uuid is not None}
 
 
@@ -208,7 +208,7 @@ def _told_refusals(refused: dict[str, list[int]]) -> list[BulkRefusal]:
     ]
 
 
-def _missing_role(row: Row[Any]) -> str | None:
+def _missing_role(row: sa.Row[Any]) -> str | None:
     reach = current_reach()
     if reach is None or reach.changes is None or row.project_id in reach.changes:
         return None
@@ -216,8 +216,8 @@ def _missing_role(row: Row[Any]) -> str | None:
 
 
 def _judge_of(
-    connection: Connection, action: BulkWord, arguments: BulkArguments
-) -> Callable[[Row[Any]], str | None]:
+    connection: sa.Connection, action: BulkWord, arguments: BulkArguments
+) -> Callable[[sa.Row[Any]], str | None]:
     """Return a function for the reason why an experiment stays, None if the action changes it."""
     if action == "delete":
         users = checkpoint_users(connection)
@@ -234,7 +234,7 @@ def _judge_of(
     return lambda row: _judge_archive(row, wanted=action == "archive")
 
 
-def _told_obstacle(row: Row[Any], users: dict[int, str]) -> str | None:
+def _told_obstacle(row: sa.Row[Any], users: dict[int, str]) -> str | None:
     if obstacle_to_deletion(row, users) is None:
         return None
     if not ExperimentState(row.state).is_terminal:
@@ -250,13 +250,13 @@ def _judge_labels(before: list[str], arguments: BulkArguments) -> str | None:
     return _UNCHANGED if changed_labels(before, arguments) == before else None
 
 
-def _judge_archive(row: Row[Any], *, wanted: bool) -> str | None:
+def _judge_archive(row: sa.Row[Any], *, wanted: bool) -> str | None:
     if row.is_archived == wanted:
         return _UNCHANGED
     return "it must have ended" if not ExperimentState(row.state).is_terminal else None
 
 
-def _judge_state(row: Row[Any], action: BulkWord) -> str | None:
+def _judge_state(row: sa.Row[Any], action: BulkWord) -> str | None:
     state = ExperimentState(row.state)
     if row.external_id is not None:
         is_over = state.is_terminal and action != "activate"

@@ -8,19 +8,13 @@ from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
+import sqlalchemy as sa
 import xxhash
 from fastapi import Header, Path, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
-from sqlalchemy import select
 
+from paceline._cluster.master.api import requests_and_answers as models
 from paceline._cluster.master.api.readers import ReadingRoute
-from paceline._cluster.master.api.requests_and_answers import (
-    ApiError,
-    MasterOf,
-    RecordsOf,
-    checkpoint_row,
-    write_rows,
-)
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.checkpoint_places import CheckpointPlace, checkpoint_place
 from paceline._cluster.master.experiments.checkpoints import (
@@ -60,7 +54,7 @@ Uuid = Annotated[str, Path(min_length=1, max_length=128)]
 
 @checkpoint_router.get("/checkpoints")
 def find_checkpoints(
-    records: RecordsOf,
+    records: models.RecordsOf,
     prefix: Annotated[
         str, Query(min_length=4, max_length=128, description="Beginning of their UUIDs.")
     ],
@@ -69,30 +63,30 @@ def find_checkpoints(
     """Find checkpoints by the beginning of their UUIDs."""
     uuids = tables.checkpoints.c.uuid
     # A range uses the index, and takes `%` and `_` for themselves.
-    query = select(tables.checkpoints).where(uuids >= prefix, uuids < f"{prefix}\U0010ffff")
+    query = sa.select(tables.checkpoints).where(uuids >= prefix, uuids < f"{prefix}\U0010ffff")
     with records.database.read() as connection:
         rows = connection.execute(query.order_by(uuids).limit(limit)).all()
         return checkpoint_views(list(rows))
 
 
 @checkpoint_router.get("/storages")
-def list_storages(master: MasterOf) -> list[Storage]:
+def list_storages(master: models.MasterOf) -> list[Storage]:
     """List the storages in use by projects that the sender sees, those that fail first."""
     with master.database.read() as connection:
         return master.storage_health.read(connection)
 
 
 @checkpoint_router.get("/checkpoints/{uuid}")
-def read_checkpoint(uuid: Uuid, records: RecordsOf) -> Checkpoint:
+def read_checkpoint(uuid: Uuid, records: models.RecordsOf) -> Checkpoint:
     """Read a checkpoint."""
     with records.database.read() as connection:
-        return checkpoint_views([checkpoint_row(connection, uuid)])[0]
+        return checkpoint_views([models.checkpoint_row(connection, uuid)])[0]
 
 
 @checkpoint_router.delete("/checkpoints/{uuid}")
 async def delete_checkpoint(
     uuid: Uuid,
-    master: MasterOf,
+    master: models.MasterOf,
     glob: Annotated[
         list[str] | None,
         Query(description="Delete only the files that a pattern matches, as in a .gitignore."),
@@ -101,7 +95,7 @@ async def delete_checkpoint(
     """Delete a checkpoint's files, or those matching patterns; the checkpoint stays listed."""
     view, place = await asyncio.to_thread(_read_with_place, uuid, master)
     # First: no trial may choose the checkpoint from now on.
-    await write_rows(master, lambda transaction: _withdraw_unused(transaction, master, uuid))
+    await models.write_rows(master, lambda transaction: _withdraw_unused(transaction, master, uuid))
     calls = master.changes.storage_calls
     try:
         # A storage that hangs must not hold a thread of the API.
@@ -109,7 +103,7 @@ async def delete_checkpoint(
             in_own_thread(lambda: _delete_checkpoint_files(calls, place, uuid, glob))
         )
         if left != view.resources:
-            await write_rows(
+            await models.write_rows(
                 master, lambda transaction: note_deleted_files(transaction.connection, uuid, left)
             )
     finally:
@@ -119,13 +113,13 @@ async def delete_checkpoint(
 
 def _read_with_place(uuid: str, master: Master) -> tuple[Checkpoint, CheckpointPlace]:
     with master.database.read() as connection:
-        row = checkpoint_row(connection, uuid)
+        row = models.checkpoint_row(connection, uuid)
         place = checkpoint_place(connection, row, master.changes.default_storage)
         return checkpoint_views([row])[0], place
 
 
 @checkpoint_router.get("/checkpoints/{uuid}/files/{path:path}", response_class=FileResponse)
-async def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> Response:
+async def read_checkpoint_file(uuid: Uuid, path: str, master: models.MasterOf) -> Response:
     """Read a file of a checkpoint."""
     return await asyncio.wrap_future(in_own_thread(lambda: _checkpoint_file(uuid, path, master)))
 
@@ -133,14 +127,14 @@ async def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> Respo
 def _checkpoint_file(uuid: str, path: str, master: Master) -> Response:
     view, place = _read_with_place(uuid, master)
     if view.state is CheckpointState.DELETED:
-        raise ApiError(409, "deleted", f"Checkpoint {uuid} was deleted.")
+        raise models.ApiError(409, "deleted", f"Checkpoint {uuid} was deleted.")
     with master.changes.storage_calls.noted(place.storage):
         storage = place.opened(uuid)
         manifest = storage.manifest(uuid)
     place.check(manifest)
     if path not in manifest.files:
         known = first_names(manifest.files)
-        raise ApiError(
+        raise models.ApiError(
             404, "not_found", f"Checkpoint {uuid} has no file {path!r:.1000}, but: {known}."
         )
     # Manifest reduced to a single file: verifying all files for each download would be quadratic.
@@ -156,7 +150,9 @@ def _checkpoint_file(uuid: str, path: str, master: Master) -> Response:
             for offset in range(0, size, _PIECE_BYTES)
         )
     for name, reason in problems.items():
-        raise ApiError(409, "checkpoint_unusable", f"{name!r} of checkpoint {uuid} {reason}.")
+        raise models.ApiError(
+            409, "checkpoint_unusable", f"{name!r} of checkpoint {uuid} {reason}."
+        )
     filename = path.rsplit("/", 1)[-1]
     headers = {
         "content-length": str(size),
@@ -199,24 +195,28 @@ def _delete_checkpoint_files(
     except RefusedError:
         raise
     except ValueError as error:
-        raise ApiError(422, "invalid_glob", f"`glob` must be a pattern, but: {error}") from error
+        raise models.ApiError(
+            422, "invalid_glob", f"`glob` must be a pattern, but: {error}"
+        ) from error
     if left is None:
-        raise ApiError(503, "not_deleted", f"The files of checkpoint {uuid} cannot be deleted.")
+        raise models.ApiError(
+            503, "not_deleted", f"The files of checkpoint {uuid} cannot be deleted."
+        )
     return left
 
 
 def _withdraw_unused(transaction: Transaction, master: Master, uuid: str) -> None:
     """Bar trials from starting from a checkpoint; 409 if an unfinished trial uses the files."""
     trials, attempts = tables.trials, tables.attempts
-    warm = select(trials.c.id).where(
+    warm = sa.select(trials.c.id).where(
         trials.c.source_checkpoint == uuid, trials.c.state.in_(LIVE_TRIALS)
     )
-    resumed = select(attempts.c.trial_id).where(
+    resumed = sa.select(attempts.c.trial_id).where(
         attempts.c.resumed_from == uuid, attempts.c.state.in_(LIVE_ATTEMPTS)
     )
     user = transaction.connection.execute(warm.union(resumed).limit(1)).scalar()
     if user is not None:
-        raise ApiError(
+        raise models.ApiError(
             409,
             "in_use",
             f"Checkpoint {uuid} must not be deleted while trial {user} starts from it. Hint: kill"
@@ -224,7 +224,7 @@ def _withdraw_unused(transaction: Transaction, master: Master, uuid: str) -> Non
         )
     model = registered_checkpoints(transaction.connection).get(uuid)
     if model is not None:
-        raise ApiError(
+        raise models.ApiError(
             409,
             "registered",
             f"Checkpoint {uuid} must not be deleted while the model {model} has it. Hint: delete"
@@ -256,7 +256,7 @@ _RENEWAL_S = 2.0
     "/attempts/{attempt_id}/checkpoints/{uuid}", openapi_extra={"requestBody": {
     "content": {"application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
 async def offer_checkpoint(
-    attempt_id: AttemptId, uuid: TransferUuid, request: Request, master: MasterOf
+    attempt_id: AttemptId, uuid: TransferUuid, request: Request, master: models.MasterOf
 ) -> Response:
     """Return the missing files of an offered checkpoint; a complete checkpoint is stored."""
     async with _offer_place(master):
@@ -273,7 +273,11 @@ async def offer_checkpoint(
     "/attempts/{attempt_id}/checkpoints/{uuid}/shards", openapi_extra={"requestBody": {
     "content": {"application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
 async def offer_shards(
-    attempt_id: AttemptId, uuid: TransferUuid, request: Request, master: MasterOf, member: Member
+    attempt_id: AttemptId,
+    uuid: TransferUuid,
+    request: Request,
+    master: models.MasterOf,
+    member: Member,
 ) -> Response:
     """Return the missing files of shards stored by the ranks of another node."""
     async with _offer_place(master):
@@ -295,7 +299,7 @@ async def store_piece(
     attempt_id: AttemptId,
     uuid: TransferUuid,
     request: Request,
-    master: MasterOf,
+    master: models.MasterOf,
     name: Name,
     offset: Offset,
     digest: Annotated[str, Header(alias="x-paceline-digest", description="xxh3_128")],
@@ -308,7 +312,9 @@ async def store_piece(
     async with _piece_place(master):
         data = await _transfer_body(request, _LONGEST_PIECE_S)
         if xxhash.xxh3_128_hexdigest(data) != digest:
-            raise ApiError(422, "damaged_piece", f"A piece of {name!r} was damaged on its way.")
+            raise models.ApiError(
+                422, "damaged_piece", f"A piece of {name!r} was damaged on its way."
+            )
         num_bytes = await _do_transfer(
             master,
             attempt_id,
@@ -321,7 +327,7 @@ async def store_piece(
 
 @transfer_router.delete("/attempts/{attempt_id}/checkpoints/{uuid}", status_code=204)
 async def delete_sent_checkpoint(
-    attempt_id: AttemptId, uuid: TransferUuid, master: MasterOf
+    attempt_id: AttemptId, uuid: TransferUuid, master: models.MasterOf
 ) -> None:
     """Delete a checkpoint of the attempt's trial; a second time changes nothing."""
     await _do_transfer(master, attempt_id, lambda: master.transfers.delete(attempt_id, uuid))
@@ -329,7 +335,7 @@ async def delete_sent_checkpoint(
 
 @transfer_router.get("/attempts/{attempt_id}/checkpoints/{uuid}")
 async def read_checkpoint_files(
-    attempt_id: AttemptId, uuid: TransferUuid, master: MasterOf
+    attempt_id: AttemptId, uuid: TransferUuid, master: models.MasterOf
 ) -> Response:
     """Read the manifest of a checkpoint the attempt may start from."""
     async with _offer_place(master):
@@ -341,7 +347,7 @@ async def read_checkpoint_files(
 
 @transfer_router.get("/attempts/{attempt_id}/checkpoints/{uuid}/pieces")
 async def read_piece(
-    attempt_id: AttemptId, uuid: TransferUuid, master: MasterOf, name: Name, offset: Offset
+    attempt_id: AttemptId, uuid: TransferUuid, master: models.MasterOf, name: Name, offset: Offset
 ) -> Response:
     """Read a full-size piece of a file of an allowed checkpoint, without verification."""
     async with _piece_place(master):
@@ -367,7 +373,7 @@ async def _transfer_place(places: asyncio.Semaphore, number: int, what: str) -> 
     try:
         await asyncio.wait_for(places.acquire(), _LONGEST_WAIT_S)
     except asyncio.TimeoutError as error:
-        raise ApiError(
+        raise models.ApiError(
             503,
             "busy",
             f"The master takes at most {number} {what} of checkpoints at a time, and none was done"
@@ -383,7 +389,7 @@ async def _transfer_body(request: Request, timeout_s: float) -> bytes:
     try:
         return await asyncio.wait_for(request.body(), timeout_s)
     except asyncio.TimeoutError as error:
-        raise ApiError(
+        raise models.ApiError(
             408, "too_slow", f"The body must arrive within {timeout_s:g} s, but did not."
         ) from error
 
@@ -409,11 +415,13 @@ async def _do_transfer(
     except RefusedError:
         raise
     except BlockingIOError as error:
-        raise ApiError(503, "busy", "Another request writes to the file.") from error
+        raise models.ApiError(503, "busy", "Another request writes to the file.") from error
     except FileNotFoundError as error:
-        raise ApiError(404, "not_found", f"There is no such file: {error.filename}.") from error
+        raise models.ApiError(
+            404, "not_found", f"There is no such file: {error.filename}."
+        ) from error
     except ValueError as error:
-        raise ApiError(422, "invalid_checkpoint", str(error)) from error
+        raise models.ApiError(422, "invalid_checkpoint", str(error)) from error
     except OSError as error:
         # A full disk, and one that cannot be written to now: it is worth trying again.
         if not isinstance(error, CheckpointWriteError) and not is_shortage(error):
@@ -422,7 +430,7 @@ async def _do_transfer(
         if stored is not None:
             await asyncio.to_thread(master.transfers.waiting.note, attempt_id, stored, why)
         detail = f"The checkpoint cannot be stored: {why}."
-        raise ApiError(503, "storage_unavailable", detail) from error
+        raise models.ApiError(503, "storage_unavailable", detail) from error
     return result
 
 
@@ -430,7 +438,7 @@ async def _decode(request: Request, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(await _transfer_body(request, _LONGEST_OFFER_S), type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(422, "invalid_request", str(error)) from error
+        raise models.ApiError(422, "invalid_request", str(error)) from error
 
 
 def _json(message: Any) -> Response:

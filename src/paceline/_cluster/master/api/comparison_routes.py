@@ -7,18 +7,12 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import sqlalchemy as sa
 from fastapi import Path, Query, Response
-from sqlalchemy import Connection, Row, delete, distinct, func, insert, select, update
 
+from paceline._cluster.master.api import requests_and_answers as models
 from paceline._cluster.master.api.list_routes import QueryText, list_condition
 from paceline._cluster.master.api.readers import ReadingRoute
-from paceline._cluster.master.api.requests_and_answers import (
-    ApiError,
-    Limit,
-    MasterOf,
-    RecordsOf,
-    write_rows,
-)
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.api_models_from_rows import LISTED_TRIAL_COLUMNS, encode_trials
@@ -56,8 +50,8 @@ _MOST_AXES = 16
 
 @comparison_router.get("/trials", response_model=TrialSet)
 def list_all_trials(
-    records: RecordsOf,
-    limit: Limit = 1000,
+    records: models.RecordsOf,
+    limit: models.Limit = 1000,
     trial: Annotated[Ids | None, Query(description="Only these trials.")] = None,
     experiment: Annotated[Ids | None, Query(description="Only of these experiments.")] = None,
     search: Annotated[
@@ -103,15 +97,15 @@ def list_all_trials(
                 met = matching_trials([list_condition(text) for text in where])
                 conditions.append(trials.id.in_(met))
         except QueryError as error:
-            raise ApiError(400, "invalid_query", str(error)) from error
+            raise models.ApiError(400, "invalid_query", str(error)) from error
         except ValueError as error:
-            raise ApiError(422, "invalid_request", str(error)) from error
-        found = select(*LISTED_TRIAL_COLUMNS).where(*conditions).order_by(trials.id.desc())
+            raise models.ApiError(422, "invalid_request", str(error)) from error
+        found = sa.select(*LISTED_TRIAL_COLUMNS).where(*conditions).order_by(trials.id.desc())
         rows = connection.execute(found.limit(limit)).all()
         total = len(rows)
         if total == limit:
             total = connection.execute(
-                select(func.count(trials.id)).where(*conditions)
+                sa.select(sa.func.count(trials.id)).where(*conditions)
             ).scalar_one()
         items = encode_trials(connection, rows, records.encodings)
         listed = rows_of(connection, {row.experiment_id for row in rows})
@@ -122,11 +116,11 @@ def list_all_trials(
 
 
 @comparison_router.post("/metric-names")
-def count_metric_names(request: MetricNamesRequest, master: MasterOf) -> list[CountedName]:
+def count_metric_names(request: MetricNamesRequest, master: models.MasterOf) -> list[CountedName]:
     """List the numeric metrics of some trials by group and name, with how many trials have each."""
     series = tables.series.c
     query = (
-        select(series.group, series.key, func.count(distinct(series.trial_id)))
+        sa.select(series.group, series.key, sa.func.count(sa.distinct(series.trial_id)))
         .where(series.trial_id.in_(many_ids()), series.min.is_not(None))
         .group_by(series.group, series.key)
         .order_by(series.group, series.key)
@@ -152,7 +146,7 @@ def count_metric_names(request: MetricNamesRequest, master: MasterOf) -> list[Co
 
 
 @comparison_router.post("/metric-groups", response_model=GroupsReply)
-def read_metric_groups(request: GroupsRequest, master: MasterOf) -> Response:
+def read_metric_groups(request: GroupsRequest, master: models.MasterOf) -> Response:
     """Read metrics of groups of trials: the mean of each group and its spread, with extremes."""
     with master.database.read() as connection:
         found = [_read_groups(connection, metric, request) for metric in request.metrics]
@@ -160,7 +154,7 @@ def read_metric_groups(request: GroupsRequest, master: MasterOf) -> Response:
 
 
 def _read_groups(
-    connection: Connection, metric: GroupedName, request: GroupsRequest
+    connection: sa.Connection, metric: GroupedName, request: GroupsRequest
 ) -> dict[str, list[dict[str, object]]]:
     trial_ids = list(dict.fromkeys(chain.from_iterable(request.groups)))
     wanted = Selection(trial_id=0, group=metric.group, key=metric.name)
@@ -202,69 +196,69 @@ Version = Annotated[
 
 
 @view_router.get("/views")
-def list_views(master: MasterOf) -> list[View]:
+def list_views(master: models.MasterOf) -> list[View]:
     """List the saved views by name."""
     with master.database.read() as connection:
-        rows = connection.execute(select(_views).order_by(_views.c.name, _views.c.id)).all()
+        rows = connection.execute(sa.select(_views).order_by(_views.c.name, _views.c.id)).all()
     return [_view_of(row) for row in rows]
 
 
 @view_router.post("/views", status_code=201)
-async def create_view(request: NewView, master: MasterOf) -> View:
+async def create_view(request: NewView, master: models.MasterOf) -> View:
     """Save a view under a new name."""
 
     def job(transaction: Transaction) -> View:
         connection = transaction.connection
-        number = connection.scalar(select(func.count(_views.c.id)))
+        number = connection.scalar(sa.select(sa.func.count(_views.c.id)))
         if number is not None and number >= _MOST_VIEWS:
-            raise ApiError(
+            raise models.ApiError(
                 409,
                 "too_many_views",
                 f"There must be at most {_MOST_VIEWS} views. Hint: delete some first.",
             )
         return _store(connection, None, request, version=1)
 
-    return await write_rows(master, job)
+    return await models.write_rows(master, job)
 
 
 @view_router.put("/views/{view_id}")
-async def replace_view(view_id: ViewId, request: EditView, master: MasterOf) -> View:
+async def replace_view(view_id: ViewId, request: EditView, master: models.MasterOf) -> View:
     """Replace a view's name, search and default, unless it was changed since `version`."""
 
     def job(transaction: Transaction) -> View:
         _check_version(transaction.connection, view_id, request.version)
         return _store(transaction.connection, view_id, request, version=request.version + 1)
 
-    return await write_rows(master, job)
+    return await models.write_rows(master, job)
 
 
 @view_router.delete("/views/{view_id}", status_code=204)
-async def delete_view(view_id: ViewId, version: Version, master: MasterOf) -> None:
+async def delete_view(view_id: ViewId, version: Version, master: models.MasterOf) -> None:
     """Delete a view, unless it was changed since `version`."""
 
     def job(transaction: Transaction) -> None:
         _check_version(transaction.connection, view_id, version)
-        transaction.connection.execute(delete(_views).where(_views.c.id == view_id))
+        transaction.connection.execute(sa.delete(_views).where(_views.c.id == view_id))
 
-    await write_rows(master, job)
+    await models.write_rows(master, job)
 
 
-def _check_version(connection: Connection, view_id: int, version: int) -> None:
-    found = connection.execute(select(_views).where(_views.c.id == view_id)).first()
+def _check_version(connection: sa.Connection, view_id: int, version: int) -> None:
+    found = connection.execute(sa.select(_views).where(_views.c.id == view_id)).first()
     if found is None:
-        raise ApiError(
+        raise models.ApiError(
             404, "not_found", f"There is no view {view_id}: someone may have deleted it."
         )
     reach = current_reach()
     if reach is not None and reach.changes is not None and found.owner != reach.user:
-        raise ApiError(
+        raise models.ApiError(
             403,
             "not_owner",
             f"A view is changed by its owner, {found.owner}, or by an administrator. Hint: save"
             " yours under another name.",
         )
     if found.version != version:
-        raise ApiError(
+        raise models.ApiError(
             409,
             "view_changed",
             f"The change of view {found.name!r} must begin from its newest version,"
@@ -273,11 +267,11 @@ def _check_version(connection: Connection, view_id: int, version: int) -> None:
         )
 
 
-def _store(connection: Connection, view_id: int | None, request: NewView, version: int) -> View:
+def _store(connection: sa.Connection, view_id: int | None, request: NewView, version: int) -> View:
     columns = _views.c
-    taken = connection.scalar(select(columns.id).where(columns.name == request.name))
+    taken = connection.scalar(sa.select(columns.id).where(columns.name == request.name))
     if taken not in (None, view_id):
-        raise ApiError(
+        raise models.ApiError(
             409,
             "name_taken",
             f"The name of a view must be new, but {request.name!r} is there. Hint: choose another"
@@ -285,7 +279,7 @@ def _store(connection: Connection, view_id: int | None, request: NewView, versio
         )
     if request.is_default:
         connection.execute(
-            update(_views)
+            sa.update(_views)
             .where(
                 columns.is_default, columns.id != (view_id or 0), columns.owner == current_user()
             )
@@ -293,15 +287,15 @@ def _store(connection: Connection, view_id: int | None, request: NewView, versio
         )
     values = {**request.model_dump(exclude={"version"}), "version": version}
     values["changed_at"] = time.time()
-    statement: Any = insert(_views)
+    statement: Any = sa.insert(_views)
     if view_id is None:
         values["owner"] = current_user()
     else:
-        statement = update(_views).where(columns.id == view_id)
+        statement = sa.update(_views).where(columns.id == view_id)
     return _view_of(connection.execute(statement.values(values).returning(*columns)).one())
 
 
-def _view_of(row: Row[Any]) -> View:
+def _view_of(row: sa.Row[Any]) -> View:
     view = View.model_validate(row, from_attributes=True)
     # Each user has a default view of their own.
     is_default = view.is_default and row.owner == current_user()

@@ -11,24 +11,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
+import sqlalchemy as sa
 import yaml
 from fastapi import Path as PathParameter
 from fastapi import Request, Response
 from fastapi.responses import FileResponse
-from sqlalchemy import select
 
 from paceline._base.files import open_private, replacing_atomically, sync_directory
+from paceline._cluster.master.api import requests_and_answers as models
 from paceline._cluster.master.api.access_guard import IdentityOf
 from paceline._cluster.master.api.attempt_and_log_routes import may_name_directories
 from paceline._cluster.master.api.experiment_routes import ExperimentId, project_id_of
 from paceline._cluster.master.api.readers import ReadingRoute
-from paceline._cluster.master.api.requests_and_answers import (
-    ApiError,
-    MasterOf,
-    RecordsOf,
-    experiment_row,
-    write_rows,
-)
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.config_rules import read_rules
 from paceline._cluster.master.experiments.storage_calls import in_own_thread
@@ -123,10 +117,10 @@ _DIRECTORY_S = 2.0
 
 
 @config_router.get("/experiments/{experiment_id}/config")
-def read_config(experiment_id: ExperimentId, records: RecordsOf) -> ConfigView:
+def read_config(experiment_id: ExperimentId, records: models.RecordsOf) -> ConfigView:
     """Read an experiment's configuration as submitted and as resolved; secrets are `***`."""
     with records.database.read() as connection:
-        row = experiment_row(connection, experiment_id)
+        row = models.experiment_row(connection, experiment_id)
     shown = hide_secrets(row.config)
     submitted = row.submitted_config
     if submitted is not None and shown != row.config:
@@ -141,7 +135,7 @@ def read_config(experiment_id: ExperimentId, records: RecordsOf) -> ConfigView:
 
 
 @config_router.get("/experiments/{experiment_id}/files")
-def list_code(experiment_id: ExperimentId, master: MasterOf) -> list[CodeFile]:
+def list_code(experiment_id: ExperimentId, master: models.MasterOf) -> list[CodeFile]:
     """List the files of an experiment's code; empty for code run in its own directory."""
     path = _context_path(master, experiment_id)
     if path is None:
@@ -154,15 +148,15 @@ def list_code(experiment_id: ExperimentId, master: MasterOf) -> list[CodeFile]:
     response_class=Response,
     responses={200: {"content": {"text/plain": {}, "application/octet-stream": {}}}},
 )
-def read_code(experiment_id: ExperimentId, path: str, master: MasterOf) -> Response:
+def read_code(experiment_id: ExperimentId, path: str, master: models.MasterOf) -> Response:
     """Read a file of an experiment's code; text files are always served as plain text."""
     context = _context_path(master, experiment_id)
     sizes = {} if context is None else dict(_list_files(context))
     if context is None or path not in sizes:
-        raise ApiError(404, "not_found", f"Experiment {experiment_id} has no file {path!r}.")
+        raise models.ApiError(404, "not_found", f"Experiment {experiment_id} has no file {path!r}.")
     if sizes[path] > _MAX_FILE_BYTES:
         message = f"A file to be shown must have at most {_MAX_FILE_BYTES} bytes, but {path!r} has"
-        raise ApiError(413, "file_too_large", f"{message} {sizes[path]}.")
+        raise models.ApiError(413, "file_too_large", f"{message} {sizes[path]}.")
     content = _read_file(context, path)
     # Never the type of the name: a page among the code would run with the reader's sign-in.
     kind = "text/plain; charset=utf-8" if _is_text(content) else "application/octet-stream"
@@ -176,7 +170,9 @@ def read_config_schema() -> dict[str, Any]:
 
 
 @config_router.post("/check-config")
-def check_config(request: ConfigText, identity: IdentityOf, master: MasterOf) -> CheckedConfig:
+def check_config(
+    request: ConfigText, identity: IdentityOf, master: models.MasterOf
+) -> CheckedConfig:
     """Parse and check a configuration without creating anything; its problems are the answer.
 
     It is checked as one for an experiment of the project: with what it gets from templates, and for
@@ -236,7 +232,7 @@ def _encode_yaml(config: dict[str, Any]) -> bytes:
 
 def _context_path(master: Master, experiment_id: int) -> Path | None:
     with master.database.read() as connection:
-        digest = experiment_row(connection, experiment_id).context_digest
+        digest = models.experiment_row(connection, experiment_id).context_digest
     path = master.home.contexts_path / f"{digest}.tar.gz"
     return path if digest is not None and path.is_file() else None
 
@@ -252,7 +248,9 @@ def reading_code(context: Path) -> Iterator[tuple[tarfile.TarFile, Iterator[tarf
         with open_archive(context, limits := ArchiveLimits.from_environment()) as archive:
             yield archive, members(archive, limits)
     except (tarfile.TarError, EOFError, OSError, ArchiveTooLargeError) as error:
-        raise ApiError(409, "code_unreadable", f"The code cannot be unpacked: {error}.") from error
+        raise models.ApiError(
+            409, "code_unreadable", f"The code cannot be unpacked: {error}."
+        ) from error
 
 
 @lru_cache(maxsize=32)
@@ -285,26 +283,26 @@ Digest = Annotated[str, PathParameter(pattern="^[0-9a-f]{64}$")]
 
 
 @context_upload_router.put("/contexts/{digest}", status_code=204)
-async def store_context(digest: Digest, request: Request, master: MasterOf) -> None:
+async def store_context(digest: Digest, request: Request, master: models.MasterOf) -> None:
     """Store a packed context directory under the SHA-256 of its bytes."""
     path = master.home.contexts_path / f"{digest}.tar.gz"
     try:
         with replacing_atomically(path, mode=0o600) as part:
             if await _receive_context(request, part) != digest:
                 message = "The body must have the SHA-256 named in the path."
-                raise ApiError(422, "wrong_digest", message)
+                raise models.ApiError(422, "wrong_digest", message)
             await asyncio.to_thread(check_archive, part, ArchiveLimits.from_environment())
             # First, so that no file is there that the database does not know, whenever the master
             # dies.
-            await write_rows(master, lambda transaction: note_contexts(transaction, digest))
+            await models.write_rows(master, lambda transaction: note_contexts(transaction, digest))
         await asyncio.to_thread(sync_directory, path.parent)
     except ArchiveTooLargeError as error:
-        raise ApiError(413, "context_too_large", str(error)) from error
+        raise models.ApiError(413, "context_too_large", str(error)) from error
     except OSError as error:
         if not is_shortage(error):
             raise
         detail = f"The code cannot be stored: {error.strerror}."
-        raise ApiError(503, "storage_unavailable", detail) from error
+        raise models.ApiError(503, "storage_unavailable", detail) from error
 
 
 async def _receive_context(request: Request, path: Path) -> str:
@@ -324,18 +322,20 @@ def _is_seen(master: Master, digest: str) -> bool:
     """Return whether an experiment that the sender sees has a context."""
     experiments = tables.experiments.c
     with master.database.read() as connection:
-        query = select(experiments.id).where(experiments.context_digest == digest).limit(1)
+        query = sa.select(experiments.id).where(experiments.context_digest == digest).limit(1)
         return not is_restricted(connection) or connection.execute(query).first() is not None
 
 
 @context_upload_router.get("/contexts/{digest}", response_class=FileResponse)
-def read_context(digest: Digest, master: MasterOf, identity: IdentityOf) -> FileResponse:
+def read_context(digest: Digest, master: models.MasterOf, identity: IdentityOf) -> FileResponse:
     """Read a packed context directory; an attempt reads its own only."""
     assert identity is not None
     attempt_id = identity.attempt_id
     if attempt_id is not None and not master.attempt_tokens.has_code(attempt_id, digest):
-        raise ApiError(403, "scope_too_low", f"Attempt {attempt_id} runs other code than {digest}.")
+        raise models.ApiError(
+            403, "scope_too_low", f"Attempt {attempt_id} runs other code than {digest}."
+        )
     path = master.home.contexts_path / f"{digest}.tar.gz"
     if not path.is_file() or not _is_seen(master, digest):
-        raise ApiError(404, "not_found", f"There is no context {digest}.")
+        raise models.ApiError(404, "not_found", f"There is no context {digest}.")
     return FileResponse(path, media_type="application/gzip")

@@ -6,24 +6,12 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
+import sqlalchemy as sa
 from fastapi import Path, Query, Response
 from pydantic_core import to_json
-from sqlalchemy import func, select
 
+from paceline._cluster.master.api import requests_and_answers as models
 from paceline._cluster.master.api.readers import ReadingRoute
-from paceline._cluster.master.api.requests_and_answers import (
-    ApiError,
-    Cursor,
-    Limit,
-    MasterOf,
-    RecordsOf,
-    RequestKey,
-    StoredRecords,
-    checkpoint_page,
-    experiment_row,
-    write_once,
-    write_rows,
-)
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.config_rules import fill_new_config
 from paceline._cluster.master.experiments.deletions import loss_of
@@ -72,7 +60,7 @@ Action = Literal["pause", "activate", "cancel", "kill", "archive", "unarchive"]
 
 @experiment_router.post("/experiments", status_code=201)
 async def create_experiment(
-    request: CreateExperiment, master: MasterOf, key: RequestKey
+    request: CreateExperiment, master: models.MasterOf, key: models.RequestKey
 ) -> Experiment:
     """Create an experiment; its context must have been uploaded before."""
     config = await asyncio.to_thread(_filled_config, master, request)
@@ -89,7 +77,7 @@ async def create_experiment(
                 source=source,
             )
 
-    experiment_id = await write_once(master, key, job)
+    experiment_id = await models.write_once(master, key, job)
     return await asyncio.to_thread(_read, master, experiment_id)
 
 
@@ -103,14 +91,17 @@ def _filled_config(master: Master, request: CreateExperiment) -> ExperimentConfi
 
 
 @experiment_router.get("/experiments/{experiment_id}")
-def read_experiment(experiment_id: ExperimentId, records: RecordsOf) -> Experiment:
+def read_experiment(experiment_id: ExperimentId, records: models.RecordsOf) -> Experiment:
     """Read an experiment."""
     return _read(records, experiment_id)
 
 
 @experiment_router.post("/experiments/{experiment_id}/continue")
 async def continue_experiment(
-    experiment_id: ExperimentId, request: ContinueExperiment, master: MasterOf, key: RequestKey
+    experiment_id: ExperimentId,
+    request: ContinueExperiment,
+    master: models.MasterOf,
+    key: models.RequestKey,
 ) -> Experiment:
     """Reopen an ended experiment."""
 
@@ -120,32 +111,32 @@ async def continue_experiment(
         )
         return experiment_id
 
-    await write_once(master, key, job)
+    await models.write_once(master, key, job)
     return await asyncio.to_thread(_read, master, experiment_id)
 
 
 @experiment_router.post("/experiments/{experiment_id}/{action}")
 async def act_on_experiment(
-    experiment_id: ExperimentId, action: Action, master: MasterOf
+    experiment_id: ExperimentId, action: Action, master: models.MasterOf
 ) -> Experiment:
     """Pause, activate, cancel, kill, archive or unarchive an experiment."""
     job = action_of(master, action)
-    await write_rows(master, lambda transaction: job(transaction, experiment_id))
+    await models.write_rows(master, lambda transaction: job(transaction, experiment_id))
     return await asyncio.to_thread(_read, master, experiment_id)
 
 
 @experiment_router.get("/experiments/{experiment_id}/checkpoints")
 def list_checkpoints(
     experiment_id: ExperimentId,
-    records: RecordsOf,
-    limit: Limit = 100,
-    cursor: Cursor = None,
+    records: models.RecordsOf,
+    limit: models.Limit = 100,
+    cursor: models.Cursor = None,
     sort_by: Annotated[Literal["steps", "metric"], Query()] = "steps",
 ) -> Page[Checkpoint]:
     """List an experiment's checkpoints, the latest or the best first."""
     checkpoints = tables.checkpoints.c
     with records.database.read() as connection:
-        searcher = config_of(experiment_row(connection, experiment_id)).searcher
+        searcher = config_of(models.experiment_row(connection, experiment_id)).searcher
         keys: tuple[Any, ...] = (
             checkpoints.steps_completed, checkpoints.created_at, checkpoints.uuid,
         )  # fmt: skip
@@ -153,8 +144,8 @@ def list_checkpoints(
         if sort_by == "metric":
             keys = (checkpoints.metric, *keys)
             is_descending = not searcher.smaller_is_better
-        query = select(tables.checkpoints).where(checkpoints.experiment_id == experiment_id)
-        return checkpoint_page(
+        query = sa.select(tables.checkpoints).where(checkpoints.experiment_id == experiment_id)
+        return models.checkpoint_page(
             connection,
             query,
             Order(keys, is_descending, True),
@@ -169,7 +160,7 @@ def list_checkpoints(
 )
 def read_search(
     experiment_id: ExperimentId,
-    master: MasterOf,
+    master: models.MasterOf,
     limit: Annotated[
         int, Query(ge=1, le=MAX_RUNG_ENTRIES, description="At most so many trials of each rung.")
     ] = MAX_RUNG_ENTRIES,
@@ -177,13 +168,15 @@ def read_search(
     """Read the rungs of a halving search, and the Pareto front of one of several objectives."""
     sampler, trials = None, tables.trials.c
     with master.database.read() as connection:
-        searcher = config_of(experiment_row(connection, experiment_id)).searcher
+        searcher = config_of(models.experiment_row(connection, experiment_id)).searcher
         if searcher.is_asking:
             counts = count_proposals(connection, experiment_id)
             names = ("name", "num_proposed", "num_fallbacks", "last_fault")
             sampler = dict(zip(names, (searcher.sampler_spec().shown, *counts), strict=True))
         is_memory = trials.error_kind == ErrorKind.MEMORY.value
-        of_search = select(func.count()).where(trials.experiment_id == experiment_id, is_memory)
+        of_search = sa.select(sa.func.count()).where(
+            trials.experiment_id == experiment_id, is_memory
+        )
         num_out_of_memory = connection.scalar(of_search)
     brackets = master.search_views.read(experiment_id)
     several: dict[str, Any] = {}
@@ -193,7 +186,7 @@ def read_search(
             {"trial_id": trial_id, "values": searcher.signed(losses)}
             for trial_id, losses in front[:limit]
         ]
-        found = select(trials.id, trials.hparams).where(
+        found = sa.select(trials.id, trials.hparams).where(
             trials.id.in_([one["trial_id"] for one in shown_front])
         )
         with master.database.read() as connection:
@@ -280,13 +273,15 @@ def code_of(
     if digest is not None:
         is_digest = len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
         if not is_digest or not (master.home.contexts_path / f"{digest}.tar.gz").is_file():
-            raise ApiError(409, "no_context", f"The context {digest!r} must be uploaded before.")
+            raise models.ApiError(
+                409, "no_context", f"The context {digest!r} must be uploaded before."
+            )
     return digest, None if source is None else source.model_dump(exclude_none=True)
 
 
-def _read(records: StoredRecords, experiment_id: int) -> Experiment:
+def _read(records: models.StoredRecords, experiment_id: int) -> Experiment:
     with records.database.read() as connection:
-        row = experiment_row(connection, experiment_id)
+        row = models.experiment_row(connection, experiment_id)
         view = experiment_view(connection, row)
         limits = used_limits(connection, row)
     told = {
@@ -313,12 +308,12 @@ def project_id_of(master: Master, name: str | None) -> int | None:
 
 @experiment_edit_router.patch("/experiments/{experiment_id}")
 async def change_experiment(
-    experiment_id: ExperimentId, request: EditExperiment, master: MasterOf
+    experiment_id: ExperimentId, request: EditExperiment, master: models.MasterOf
 ) -> Experiment:
     """Change an experiment's texts, project, when it gets slots, or the limits of its search."""
     fields = request.model_dump(exclude={"project"})
     project_id = project_id_of(master, request.project)
-    await write_rows(
+    await models.write_rows(
         master,
         lambda transaction: edit_experiment(
             transaction, master.changes, experiment_id, project_id=project_id, **fields
@@ -329,11 +324,14 @@ async def change_experiment(
 
 @experiment_edit_router.post("/experiments/{experiment_id}/fork", status_code=201)
 async def fork_experiment(
-    experiment_id: ExperimentId, request: ForkExperiment, master: MasterOf, key: RequestKey
+    experiment_id: ExperimentId,
+    request: ForkExperiment,
+    master: models.MasterOf,
+    key: models.RequestKey,
 ) -> Experiment:
     """Create an experiment from another: its code, unless other is named, and changed config."""
     digest, source = code_of(master, request)
-    forked = await write_once(
+    forked = await models.write_once(
         master,
         key,
         lambda transaction: master.commands.fork(
@@ -351,7 +349,7 @@ async def fork_experiment(
 
 
 @experiment_edit_router.get("/experiments/{experiment_id}/loss")
-def read_loss(experiment_id: ExperimentId, master: MasterOf) -> Loss:
+def read_loss(experiment_id: ExperimentId, master: models.MasterOf) -> Loss:
     """Return the consequences of deleting an experiment, and any obstacle to deletion."""
     with master.database.read() as connection:
         loss = loss_of(connection, experiment_id)

@@ -7,12 +7,13 @@ from functools import partial
 from typing import IO, Annotated, Any
 from urllib.parse import quote
 
+import sqlalchemy as sa
 from fastapi import Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import Field
-from sqlalchemy import Connection, Row
 
 from paceline._base.run_directory import check_file_path
+from paceline._cluster.master.api import requests_and_answers as models
 from paceline._cluster.master.api.access_guard import IdentityOf
 from paceline._cluster.master.api.attempt_and_log_routes import (
     AttemptId,
@@ -21,19 +22,6 @@ from paceline._cluster.master.api.attempt_and_log_routes import (
     may_name_directories,
 )
 from paceline._cluster.master.api.readers import ReadingRoute
-from paceline._cluster.master.api.requests_and_answers import (
-    MAX_PAGE,
-    ApiError,
-    Cursor,
-    Limit,
-    MasterOf,
-    RecordsOf,
-    TrialId,
-    page_of_rows,
-    position_in_rows,
-    trial_row,
-    write_rows,
-)
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.attempts import check_not_over, read_attempt
 from paceline._cluster.master.master import Master
@@ -81,7 +69,7 @@ async def store_run_file(
     run_id: RunId,
     path: FilePath,
     request: Request,
-    master: MasterOf,
+    master: models.MasterOf,
     identity: IdentityOf,
     digest: Digest,
     media_type: MediaType = "application/octet-stream",
@@ -90,7 +78,7 @@ async def store_run_file(
     """Store a file of a run that was registered; an earlier one of its path is replaced."""
     is_trusted = may_name_directories(identity)
 
-    def find(connection: Connection) -> Row[Any]:
+    def find(connection: sa.Connection) -> sa.Row[Any]:
         return master.unmanaged.reported_trial(connection, run_id, is_trusted=is_trusted)
 
     await _store(master, find, path, digest, media_type, None if is_known else request)
@@ -101,7 +89,7 @@ async def store_attempt_file(
     attempt_id: AttemptId,
     path: FilePath,
     request: Request,
-    master: MasterOf,
+    master: models.MasterOf,
     digest: Digest,
     media_type: MediaType = "application/octet-stream",
     is_known: IsKnown = False,
@@ -110,17 +98,17 @@ async def store_attempt_file(
     """Store a file of an attempt's trial; an earlier one of its path is replaced."""
     master.leases.renew(runner_id(attempt_id, member))
 
-    def find(connection: Connection) -> Row[Any]:
+    def find(connection: sa.Connection) -> sa.Row[Any]:
         attempt = read_attempt(connection, attempt_id)
         check_not_over(attempt)
-        return trial_row(connection, attempt.trial_id)
+        return models.trial_row(connection, attempt.trial_id)
 
     await _store(master, find, path, digest, media_type, None if is_known else request)
 
 
 async def _store(
     master: Master,
-    find: Callable[[Connection], Row[Any]],
+    find: Callable[[sa.Connection], sa.Row[Any]],
     path: str,
     digest: str,
     media_type: str,
@@ -130,7 +118,7 @@ async def _store(
     try:
         check_file_path(path)
     except ValueError as error:
-        raise ApiError(422, "invalid_path", str(error)) from error
+        raise models.ApiError(422, "invalid_path", str(error)) from error
     size: int | None
     if request is None:
         try:
@@ -138,7 +126,7 @@ async def _store(
         except OSError as error:
             raise _not_stored(error, has_limit=False) from error
         if size is None:
-            raise ApiError(404, "content_wanted", f"There is no content {digest} yet.")
+            raise models.ApiError(404, "content_wanted", f"There is no content {digest} yet.")
     else:
         _, size = await receive_file(master, find, request, digest=digest, most=MAX_FILE_BYTES)
     await name_file(master, find, path, digest, size, media_type)
@@ -146,7 +134,7 @@ async def _store(
 
 async def receive_file(
     master: Master,
-    find: Callable[[Connection], Row[Any]],
+    find: Callable[[sa.Connection], sa.Row[Any]],
     request: Request,
     *,
     digest: str | None = None,
@@ -176,14 +164,14 @@ async def receive_file(
 
 async def name_file(
     master: Master,
-    find: Callable[[Connection], Row[Any]],
+    find: Callable[[sa.Connection], sa.Row[Any]],
     path: str,
     digest: str,
     size: int,
     media_type: str,
 ) -> None:
     """Name a stored content as a file of a trial."""
-    await write_rows(
+    await models.write_rows(
         master,
         lambda transaction: put_file(
             transaction.connection, find(transaction.connection), path, digest, size, media_type
@@ -191,16 +179,16 @@ async def name_file(
     )
 
 
-def _not_stored(error: OSError | ValueError, *, has_limit: bool) -> ApiError:
+def _not_stored(error: OSError | ValueError, *, has_limit: bool) -> models.ApiError:
     if isinstance(error, FileTooLargeError):
         hint = f" {LIMIT_REACHED}" if has_limit else ""
-        return ApiError(413, "file_too_large", f"{error}{hint}")
+        return models.ApiError(413, "file_too_large", f"{error}{hint}")
     if isinstance(error, ValueError):
-        return ApiError(422, "wrong_digest", str(error))
-    return ApiError(507, "not_stored", f"The file cannot be stored ({error.strerror}).")
+        return models.ApiError(422, "wrong_digest", str(error))
+    return models.ApiError(507, "not_stored", f"The file cannot be stored ({error.strerror}).")
 
 
-def _bytes_left(master: Master, find: Callable[[Connection], Row[Any]]) -> tuple[int, int]:
+def _bytes_left(master: Master, find: Callable[[sa.Connection], sa.Row[Any]]) -> tuple[int, int]:
     """Return a trial's id, and how many bytes of files it may still have."""
     with master.database.read() as connection:
         trial_id = int(find(connection).id)
@@ -208,60 +196,65 @@ def _bytes_left(master: Master, find: Callable[[Connection], Row[Any]]) -> tuple
 
 
 @file_router.get("/trials/{trial_id}/media-names")
-def list_media_names(trial_id: TrialId, records: RecordsOf) -> list[MediaName]:
+def list_media_names(trial_id: models.TrialId, records: models.RecordsOf) -> list[MediaName]:
     """List group, name and kind of the media that a trial has reported."""
     with records.database.read() as connection:
-        trial_row(connection, trial_id)
+        models.trial_row(connection, trial_id)
         found = media_names(connection, trial_id)
     return [MediaName(group=group, name=name, kind=kind) for group, name, kind in found]
 
 
 @file_router.get("/trials/{trial_id}/media-steps")
 def list_media_steps(
-    trial_id: TrialId, records: RecordsOf, name: str | None = None, group: str | None = None
+    trial_id: models.TrialId,
+    records: models.RecordsOf,
+    name: str | None = None,
+    group: str | None = None,
 ) -> list[int]:
     """List the steps at which a trial has media, of one name and group or of all, in order."""
     with records.database.read() as connection:
-        trial_row(connection, trial_id)
+        models.trial_row(connection, trial_id)
         return media_steps(connection, trial_id, group, name)
 
 
 @file_router.get("/trials/{trial_id}/media")
 def list_media(
-    trial_id: TrialId,
-    records: RecordsOf,
+    trial_id: models.TrialId,
+    records: models.RecordsOf,
     name: str,
     group: str = "training",
     step: MediaSteps = None,
-    limit: Limit = 100,
-    cursor: Cursor = None,
+    limit: models.Limit = 100,
+    cursor: models.Cursor = None,
 ) -> Page[Media]:
     """List media of a name in step order; what a later attempt repeated is left out."""
-    last_step, row_id = position_in_rows(cursor, [-1, -1])
+    last_step, row_id = models.position_in_rows(cursor, [-1, -1])
     after = (last_step, row_id)
     with records.database.read() as connection:
-        trial_row(connection, trial_id)
+        models.trial_row(connection, trial_id)
         rows = read_media(
             connection, trial_id, group, name, steps=step, after=after, limit=limit + 1
         )
     item = partial(Media.model_validate, from_attributes=True)
-    return page_of_rows(rows, limit, item, "steps_completed", "id")
+    return models.page_of_rows(rows, limit, item, "steps_completed", "id")
 
 
 @file_router.get("/trials/{trial_id}/files")
 def list_trial_files(
-    trial_id: TrialId,
-    records: RecordsOf,
+    trial_id: models.TrialId,
+    records: models.RecordsOf,
     prefix: str = "",
-    limit: Limit = MAX_PAGE,
-    cursor: Cursor = None,
+    limit: models.Limit = models.MAX_PAGE,
+    cursor: models.Cursor = None,
 ) -> Page[RunFile]:
     """List the files of a trial in the order of their paths."""
-    [after] = position_in_rows(cursor, [""])
+    [after] = models.position_in_rows(cursor, [""])
     with records.database.read() as connection:
-        trial_row(connection, trial_id)
+        models.trial_row(connection, trial_id)
         rows = list_files(connection, trial_id, prefix=prefix, after=after, limit=limit + 1)
-    return page_of_rows(rows, limit, partial(RunFile.model_validate, from_attributes=True), "path")
+    return models.page_of_rows(
+        rows, limit, partial(RunFile.model_validate, from_attributes=True), "path"
+    )
 
 
 @file_router.get(
@@ -270,9 +263,9 @@ def list_trial_files(
     responses={200: {"content": {"application/octet-stream": {}}}},
 )
 def read_trial_file(
-    trial_id: TrialId,
+    trial_id: models.TrialId,
     path: FilePath,
-    master: MasterOf,
+    master: models.MasterOf,
     if_none_match: Annotated[str | None, Header()] = None,
     byte_range: Annotated[str | None, Header(alias="range")] = None,
     if_range: Annotated[str | None, Header()] = None,
@@ -284,7 +277,7 @@ def read_trial_file(
     refused with `too_many_pixels`.
     """
     with master.database.read() as connection:
-        trial_row(connection, trial_id)
+        models.trial_row(connection, trial_id)
         row = get_file(connection, trial_id, path)
     return send_file(
         master,
@@ -300,7 +293,7 @@ def read_trial_file(
 def send_file(
     master: Master,
     path: str,
-    row: Row[Any] | None,
+    row: sa.Row[Any] | None,
     *,
     etag: str | None = None,
     span: str | None = None,
@@ -326,12 +319,12 @@ def send_file(
     except FileNotFoundError:
         content = None
     if row is None or content is None:
-        raise ApiError(404, "not_found", f"There is no file {path!r:.1000}.")
+        raise models.ApiError(404, "not_found", f"There is no file {path!r:.1000}.")
     size = None if max_pixels is None else image_size(content)
     if size is not None and max_pixels is not None and size[0] * size[1] > max_pixels:
         content.close()
         text = f"The image has {size[0]:,} x {size[1]:,} pixels."
-        raise ApiError(413, "too_many_pixels", text)
+        raise models.ApiError(413, "too_many_pixels", text)
     is_shown = row.media_type.startswith(_SHOWN) and "svg" not in row.media_type
     way = "inline" if is_shown else "attachment"
     name = quote(row.path.rsplit("/", 1)[-1])

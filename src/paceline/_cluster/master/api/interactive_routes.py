@@ -5,8 +5,8 @@ import time
 from typing import Annotated, Any
 
 import msgspec
+import sqlalchemy as sa
 from fastapi import Path, Query, Request, Response
-from sqlalchemy import select
 
 from paceline._cluster.master.api.access_guard import AccessIdentity, IdentityOf
 from paceline._cluster.master.api.attempt_and_log_routes import AttemptId
@@ -128,7 +128,7 @@ def _own_task(
         RefusedError: It does not run.
     """
     attempts = tables.attempts.c
-    query = select(attempts.id).where(
+    query = sa.select(attempts.id).where(
         attempts.experiment_id == experiment_id, attempts.state.in_(LIVE_ATTEMPTS)
     )
     with master.database.read() as connection:

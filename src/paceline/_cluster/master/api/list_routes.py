@@ -6,22 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import sqlalchemy as sa
 from fastapi import Depends, Query, Response
 from pydantic_core import to_json
-from sqlalchemy import ColumnElement, Connection, Float, Row, Text, case, cast, func, select
 
+from paceline._cluster.master.api import requests_and_answers as models
 from paceline._cluster.master.api.experiment_routes import ExperimentId
 from paceline._cluster.master.api.readers import ReadingRoute
-from paceline._cluster.master.api.requests_and_answers import (
-    ApiError,
-    Cursor,
-    Limit,
-    RecordsOf,
-    experiment_row,
-    page_of_encoded,
-    place_in_rows,
-    position_in_rows,
-)
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
@@ -65,12 +56,13 @@ from paceline.config._experiment_config import ExperimentConfig
 trial_list_router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 
 _trials = tables.trials.c
-_latest = cast(_trials.latest_metric, Text)
-_FIELDS: dict[str, ColumnElement[Any]] = {
+_latest = sa.cast(_trials.latest_metric, sa.Text)
+_FIELDS: dict[str, sa.ColumnElement[Any]] = {
     "metric": _trials.best_metric,
     # Numbers only: other values, NaN included, are stored as other JSON and must sort as null.
-    "latest": case(
-        (func.substr(_latest, 1, 1).in_(list("-0123456789")), cast(_latest, Float)), else_=None
+    "latest": sa.case(
+        (sa.func.substr(_latest, 1, 1).in_(list("-0123456789")), sa.cast(_latest, sa.Float)),
+        else_=None,
     ),
     "state": _trials.state,
     "steps": _trials.steps_completed,
@@ -83,9 +75,9 @@ _FIELDS: dict[str, ColumnElement[Any]] = {
 @trial_list_router.get("/experiments/{experiment_id}/trials", response_model=Page[Trial])
 def list_trials(
     experiment_id: ExperimentId,
-    records: RecordsOf,
-    limit: Limit = 100,
-    cursor: Cursor = None,
+    records: models.RecordsOf,
+    limit: models.Limit = 100,
+    cursor: models.Cursor = None,
     state: Annotated[list[TrialState] | None, Query()] = None,
     sort_by: Annotated[
         str, Query(description=f"id, {', '.join(_FIELDS)} or `hparam:NAME`.")
@@ -97,7 +89,7 @@ def list_trials(
 ) -> Response:
     """List an experiment's trials, by id by default; the first page has the total."""
     with records.database.read() as connection:
-        searcher = config_of(experiment_row(connection, experiment_id)).searcher
+        searcher = config_of(models.experiment_row(connection, experiment_id)).searcher
         conditions = [_trials.experiment_id == experiment_id]
         if state:
             conditions.append(_trials.state.in_([one.value for one in state]))
@@ -113,10 +105,12 @@ def list_trials(
         keys = (_trials.id,) if by_id else (_trial_sort_key(sort_by).label("place"), _trials.id)
         name = f"{sort_by} {'desc' if is_descending else 'asc'}"
         after = (
-            position_in_rows(cursor, [0]) if by_id and cursor else place_in_rows(cursor, name, 2)
+            models.position_in_rows(cursor, [0])
+            if by_id and cursor
+            else models.place_in_rows(cursor, name, 2)
         )
         rows = Order(keys, is_descending, is_missing_descending=False).read(
-            connection, select(*LISTED_TRIAL_COLUMNS, *keys[:-1]).where(*conditions),
+            connection, sa.select(*LISTED_TRIAL_COLUMNS, *keys[:-1]).where(*conditions),
             after=after, limit=limit + 1,
         )  # fmt: skip
         items = encode_trials(connection, rows[:limit], records.encodings)
@@ -124,18 +118,18 @@ def list_trials(
     if len(rows) > limit:
         last = rows[limit - 1]
         more = encode_cursor(last.id) if by_id else encode_cursor(name, last.place, last.id)
-    return page_of_encoded(items, more, total)
+    return models.page_of_encoded(items, more, total)
 
 
-def _trial_sort_key(sort_by: str) -> ColumnElement[Any]:
+def _trial_sort_key(sort_by: str) -> sa.ColumnElement[Any]:
     kind, _, name = sort_by.partition(":")
     if kind == "hparam" and name:
         try:
-            return func.json_extract(_trials.hparams, json_path(name))
+            return sa.func.json_extract(_trials.hparams, json_path(name))
         except ValueError as error:
-            raise ApiError(422, "invalid_request", str(error)) from error
+            raise models.ApiError(422, "invalid_request", str(error)) from error
     if sort_by not in _FIELDS:
-        raise ApiError(
+        raise models.ApiError(
             422,
             "invalid_request",
             f"`sort_by` must be one of id, {', '.join(_FIELDS)} and hparam:NAME, but got"
@@ -154,7 +148,7 @@ _LARGEST_TABLE = 10_000
 )
 def read_hyperparameters(
     experiment_id: ExperimentId,
-    records: RecordsOf,
+    records: models.RecordsOf,
     metric: Annotated[
         str | None, Query(description="GROUP/NAME; its best value of each trial is listed.")
     ] = None,
@@ -165,7 +159,7 @@ def read_hyperparameters(
     Of more than `limit` trials the best half are shown, and others that are spread evenly.
     """
     with records.database.read() as connection:
-        experiment = experiment_row(connection, experiment_id)
+        experiment = models.experiment_row(connection, experiment_id)
         searcher = config_of(experiment).searcher
         name = _metric_beside_hyperparameters(metric, searcher.metric)
         rows, num_trials = sample_trials(
@@ -190,7 +184,7 @@ def read_hyperparameters(
 def _encode_table(
     config: ExperimentConfig,
     name: MetricName,
-    rows: Sequence[Row[Any]],
+    rows: Sequence[sa.Row[Any]],
     values: dict[int, Any],
     num_trials: int,
 ) -> bytes:
@@ -253,17 +247,19 @@ def _metric_beside_hyperparameters(metric: str | None, searched: str) -> MetricN
         return MetricName(group="validation", name=searched)
     group, _, name = metric.partition("/")
     if not group or not name:
-        raise ApiError(422, "invalid_request", f"`metric` must be GROUP/NAME, but got {metric!r}.")
+        raise models.ApiError(
+            422, "invalid_request", f"`metric` must be GROUP/NAME, but got {metric!r}."
+        )
     return MetricName(group=group, name=name)
 
 
 def _best_values_for_hyperparameters(
-    connection: Connection, trial_ids: list[int], name: MetricName, smaller_is_better: bool
+    connection: sa.Connection, trial_ids: list[int], name: MetricName, smaller_is_better: bool
 ) -> dict[int, float]:
     series = tables.series.c
     column = series.min if smaller_is_better else series.max
     rows = connection.execute(
-        select(series.trial_id, column).where(
+        sa.select(series.trial_id, column).where(
             series.trial_id.in_(trial_ids),
             series.group == name.group,
             series.key == name.name,
@@ -365,7 +361,7 @@ FiltersOf = Annotated[Filters, Depends(_filters)]
 
 
 def experiments_of(
-    connection: Connection,
+    connection: sa.Connection,
     filters: Filters,
     columns: Sequence[str] = (),
     sort_by: str = "id",
@@ -400,17 +396,17 @@ def told_as_api_errors() -> Iterator[None]:
     try:
         yield
     except QueryError as error:
-        raise ApiError(400, "invalid_query", str(error)) from error
+        raise models.ApiError(400, "invalid_query", str(error)) from error
     except ValueError as error:
-        raise ApiError(422, "invalid_request", str(error)) from error
+        raise models.ApiError(422, "invalid_request", str(error)) from error
 
 
 @experiment_list_router.get("/experiments", response_model=Page[Experiment])
 def list_experiments(
     filters: FiltersOf,
-    records: RecordsOf,
-    limit: Limit = 100,
-    cursor: Cursor = None,
+    records: models.RecordsOf,
+    limit: models.Limit = 100,
+    cursor: models.Cursor = None,
     column: Annotated[
         Names | None,
         Query(description="Further columns: `hparam:NAME`, `last:GROUP/NAME`, `min:`, `max:`."),
@@ -420,7 +416,7 @@ def list_experiments(
     brief: Annotated[bool, Query(description="Leave `config` empty.")] = False,
 ) -> Response:
     """List experiments, newest first by default; the first page has the total."""
-    after = place_in_rows(cursor, f"{sort_by} {order}", num_keys=2)
+    after = models.place_in_rows(cursor, f"{sort_by} {order}", num_keys=2)
     is_descending = order == "desc"
     with records.database.read() as connection:
         wanted = experiments_of(
@@ -438,11 +434,11 @@ def list_experiments(
     more = None
     if len(listed) > limit:
         more = encode_cursor(f"{sort_by} {order}", *listed[limit - 1].position)
-    return page_of_encoded(items, more, total)
+    return models.page_of_encoded(items, more, total)
 
 
 @experiment_list_router.get("/experiment-columns")
-def list_experiment_columns(records: RecordsOf) -> ColumnNames:
+def list_experiment_columns(records: models.RecordsOf) -> ColumnNames:
     """List the metrics and hyperparameters available as columns of the experiment list."""
     with records.database.read() as connection:
         names = all_metric_names(connection)
@@ -455,7 +451,7 @@ def list_experiment_columns(records: RecordsOf) -> ColumnNames:
 
 @experiment_list_router.get("/query-completions")
 def list_query_completions(
-    records: RecordsOf,
+    records: models.RecordsOf,
     query: Annotated[str, Query(description="The text up to the cursor.")] = "",
 ) -> QueryCompletions:
     """List what the last word of a query may become: fields, or values of the field before it."""
@@ -466,18 +462,18 @@ def list_query_completions(
     return QueryCompletions(place=place, texts=texts)
 
 
-def _hparam_names(connection: Connection, kept: NameCache) -> list[str]:
+def _hparam_names(connection: sa.Connection, kept: NameCache) -> list[str]:
     experiments = tables.experiments.c
-    newest = connection.execute(select(func.max(experiments.id))).scalar_one()
+    newest = connection.execute(sa.select(sa.func.max(experiments.id))).scalar_one()
     state = (newest, sum(number_by_state(connection, EXPERIMENTS).values()), current_reach())
     return kept.read(state, lambda: _read_hparam_names(connection))
 
 
-def _read_hparam_names(connection: Connection) -> list[str]:
+def _read_hparam_names(connection: sa.Connection) -> list[str]:
     experiments = tables.experiments.c
     # Texts, decoded after removing duplicates: most experiments share the space of another.
     spaces = connection.execute(
-        select(func.json_extract(experiments.config, "$.hyperparameters", type_=Text))
+        sa.select(sa.func.json_extract(experiments.config, "$.hyperparameters", type_=sa.Text))
         .order_by(experiments.id.desc())
         .limit(_MAX_SPACES)
     ).scalars()

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
+import sqlalchemy as sa
 from fastapi import Path, Query, Request, Response
-from sqlalchemy import Connection, Row, delete, insert, select
 
 from paceline._cluster.master.api.access_guard import IdentityOf
 from paceline._cluster.master.api.readers import ReadingRoute
@@ -26,16 +26,8 @@ from paceline._cluster.master.store.api_models_from_rows import slots_by_node
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.quotas import read_reservations
 from paceline._cluster.master.store.reach import current_reach
+from paceline._cluster.messages import runner_messages as messages
 from paceline._cluster.messages.master_models import DrainNode, Node, NodeState, Slot
-from paceline._cluster.messages.runner_messages import (
-    DEFAULT_POOL,
-    LOCAL_NAME,
-    LOCAL_NODE,
-    NAME_PATTERN,
-    NodeFacts,
-    NodePoll,
-    NodeWork,
-)
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS
 
 slot_router = ApiRouter(tags=["master"], route_class=ReadingRoute)
@@ -53,7 +45,7 @@ def list_slots(master: MasterOf) -> list[Slot]:
             for slot in slots
         }
         drained, pools = all_drained(master, connection), read_pools(connection)
-    nodes = [(LOCAL_NODE, master.machine, pool_of(DEFAULT_POOL, {}, pools))]
+    nodes = [(messages.LOCAL_NODE, master.machine, pool_of(messages.DEFAULT_POOL, {}, pools))]
     registered = master.nodes.all()
     found = _nodes_in_pools(master, registered, pools)
     nodes += [(node.id, node.facts, own.pool) for node, own in zip(registered, found, strict=True)]
@@ -71,12 +63,12 @@ def list_slots(master: MasterOf) -> list[Slot]:
         for node_id, facts, pool in nodes
         for slot, (device, memory) in enumerate(_devices(facts))
         if (node_id, slot) in users
-        or node_id == LOCAL_NODE
+        or node_id == messages.LOCAL_NODE
         or not master.nodes.presence.is_lost(node_id)
     ]
 
 
-def _told_of_user(user: Row[Any] | None, seen: frozenset[int] | None) -> dict[str, int | None]:
+def _told_of_user(user: sa.Row[Any] | None, seen: frozenset[int] | None) -> dict[str, int | None]:
     """Return the ids of an attempt that has a slot, if the sender sees its trial."""
     if user is None or (seen is not None and user.trial_id not in seen):
         return {"trial_id": None, "experiment_id": None, "attempt_id": None}
@@ -91,11 +83,11 @@ def seen_trials(master: Master) -> frozenset[int] | None:
         return None
     trials = tables.trials.c
     with master.database.read() as connection:
-        query = select(trials.id).where(trials.state.in_(LIVE_TRIALS))
+        query = sa.select(trials.id).where(trials.state.in_(LIVE_TRIALS))
         return frozenset(connection.execute(query).scalars())
 
 
-def all_drained(master: Master, connection: Connection) -> dict[int, frozenset[int]]:
+def all_drained(master: Master, connection: sa.Connection) -> dict[int, frozenset[int]]:
     """Return the slots closed to attempts, by node.
 
     These are single drained slots, and all slots of nodes that are drained or outside the pool of
@@ -147,15 +139,15 @@ def count_drained(
     }
 
 
-def _devices(facts: NodeFacts) -> Iterable[tuple[str, int]]:
+def _devices(facts: messages.NodeFacts) -> Iterable[tuple[str, int]]:
     sizes = facts.device_memory_bytes or [0] * len(facts.devices)
     return zip(facts.devices, sizes, strict=False)
 
 
-def running_attempts(connection: Connection) -> list[Row[Any]]:
+def running_attempts(connection: sa.Connection) -> list[sa.Row[Any]]:
     """Return the live attempts; any of them may hold slots."""
     attempts = tables.attempts
-    query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS))
+    query = sa.select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS))
     return list(connection.execute(query).all())
 
 
@@ -180,7 +172,7 @@ def drain_slots(
     """
     connection = transaction.connection
     for slot in set(slots) - drained_slots(connection).get(node_id, frozenset()):
-        connection.execute(insert(tables.drained_slots).values(node_id=node_id, slot=slot))
+        connection.execute(sa.insert(tables.drained_slots).values(node_id=node_id, slot=slot))
     for attempt in live_attempts(connection):
         if not finish and set(slots) & set(slots_by_node(attempt).get(node_id, ())):
             master.changes.preempt(transaction, attempt, f"{what} is drained")
@@ -193,7 +185,7 @@ def resume_slots(
     """Take drained slots of a node back."""
     drained = tables.drained_slots
     transaction.connection.execute(
-        delete(drained).where(drained.c.node_id == node_id, drained.c.slot.in_(slots))
+        sa.delete(drained).where(drained.c.node_id == node_id, drained.c.slot.in_(slots))
     )
     transaction.after_commit(master.changes.wakeups.wake)
 
@@ -201,7 +193,7 @@ def resume_slots(
 node_router = ApiRouter(tags=["nodes"], route_class=ReadingRoute)
 
 NodeId = Annotated[int, Path(ge=1, le=2**62)]
-Name = Annotated[str, Path(pattern=NAME_PATTERN)]
+Name = Annotated[str, Path(pattern=messages.NAME_PATTERN)]
 _Drained: TypeAlias = Mapping[int, frozenset[int]]
 _MAX_WAIT_S = 60.0
 _OF_TOKEN = ("other_node", "other_pool")
@@ -214,7 +206,7 @@ _BODY: dict[str, Any] = {
 async def register_node(request: Request, master: MasterOf, identity: IdentityOf) -> Response:
     """Register a node, or a new session of a node known by its key."""
     assert identity is not None
-    facts = _decode(await request.body(), NodeFacts)
+    facts = _decode(await request.body(), messages.NodeFacts)
     _check_node_facts(facts)
     if not facts.address and request.client is not None:
         facts = msgspec.structs.replace(facts, address=request.client.host)
@@ -231,7 +223,7 @@ async def poll_node(
 ) -> Response:
     """Report a node's attempts and read its orders; waits for changes."""
     assert identity is not None
-    poll = _decode(await request.body(), NodePoll)
+    poll = _decode(await request.body(), messages.NodePoll)
     wait_s = min(poll.wait_s, _MAX_WAIT_S, master.nodes.presence.leases.longest_wait_s)
     with master.nodes.presence.polls.listen(node_id) as changed:
         _hear_node(master, node_id, poll, identity.token_id)
@@ -264,7 +256,7 @@ def list_nodes(master: MasterOf, include_local: Annotated[bool, Query()] = False
         reserved = read_reservations(connection, time.time())
     nodes = [_node_view(master, node, live, drained) for node in master.nodes.all()]
     if include_local and master.devices:
-        pool = pool_of(DEFAULT_POOL, {}, pools)
+        pool = pool_of(messages.DEFAULT_POOL, {}, pools)
         nodes = [_local_view(master, pool, live, drained), *nodes]
     hidden = {row.id for row in live if seen is not None and row.trial_id not in seen}
     return [
@@ -285,12 +277,12 @@ async def drain_node(name: Name, wanted: DrainNode, master: MasterOf) -> None:
 
     The master's own node is drained by all of its slots.
     """
-    if name == LOCAL_NAME:
+    if name == messages.LOCAL_NAME:
         what, slots = f"the node {name}", range(len(master.devices))
         await write_rows(
             master,
             lambda transaction: drain_slots(
-                master, transaction, LOCAL_NODE, slots, what=what, finish=wanted.finish
+                master, transaction, messages.LOCAL_NODE, slots, what=what, finish=wanted.finish
             ),
         )
         return
@@ -308,10 +300,11 @@ async def drain_node(name: Name, wanted: DrainNode, master: MasterOf) -> None:
 @node_router.post("/nodes/{name}/resume", status_code=204)
 async def resume_node(name: Name, master: MasterOf) -> None:
     """Take back a drained node, or one that rests after failures."""
-    if name == LOCAL_NAME:
+    if name == messages.LOCAL_NAME:
         slots = range(len(master.devices))
         await write_rows(
-            master, lambda transaction: resume_slots(master, transaction, LOCAL_NODE, slots)
+            master,
+            lambda transaction: resume_slots(master, transaction, messages.LOCAL_NODE, slots),
         )
         return
     node = _node_named(master, name)
@@ -365,7 +358,7 @@ async def _await_close(request: Request) -> None:
         pass
 
 
-def _hear_node(master: Master, node_id: int, poll: NodePoll, token_id: int | None) -> None:
+def _hear_node(master: Master, node_id: int, poll: messages.NodePoll, token_id: int | None) -> None:
     try:
         master.nodes.hear(node_id, poll, token_id)
     except NodeRefusedError as error:
@@ -374,7 +367,7 @@ def _hear_node(master: Master, node_id: int, poll: NodePoll, token_id: int | Non
         raise ApiError(404, "unknown_node", str(error)) from error
 
 
-def _node_work(master: Master, node_id: int, poll: NodePoll) -> NodeWork:
+def _node_work(master: Master, node_id: int, poll: messages.NodePoll) -> messages.NodeWork:
     work = work_for(master.database, master.changes, master.nodes, node_id, poll)
     # Pool check for idle nodes only: running attempts may finish after a change of pool.
     if not (work.wanted or poll.attempts):
@@ -398,16 +391,16 @@ def _node_named(master: Master, name: str) -> RegisteredNode:
     raise ApiError(404, "not_found", f"There is no node {name!r}. The nodes are: {known}.")
 
 
-def _live_attempts(connection: Connection) -> list[Row[Any]]:
+def _live_attempts(connection: sa.Connection) -> list[sa.Row[Any]]:
     attempts = tables.attempts
-    query = select(attempts).where(
+    query = sa.select(attempts).where(
         attempts.c.state.in_(LIVE_ATTEMPTS), attempts.c.node_id.is_not(None)
     )
     return list(connection.execute(query.order_by(attempts.c.id)).all())
 
 
 def _node_view(
-    master: Master, node: RegisteredNode, live: list[Row[Any]], drained: _Drained
+    master: Master, node: RegisteredNode, live: list[sa.Row[Any]], drained: _Drained
 ) -> Node:
     use = _node_use(node.id, node.facts, live, drained)
     return Node(
@@ -422,16 +415,16 @@ def _node_view(
     )
 
 
-def _local_view(master: Master, pool: str, live: list[Row[Any]], drained: _Drained) -> Node:
+def _local_view(master: Master, pool: str, live: list[sa.Row[Any]], drained: _Drained) -> Node:
     """Return the master's machine as a node; drained if all of its slots are drained."""
-    use = _node_use(LOCAL_NODE, master.machine, live, drained)
+    use = _node_use(messages.LOCAL_NODE, master.machine, live, drained)
     state: NodeState = "ready"
     if use["num_slots_drained"] == len(master.devices):
         state = "draining" if use["num_slots_used"] else "drained"
     return Node(
         **_told_by_node(master.machine),
         **use,
-        id=LOCAL_NODE,
+        id=messages.LOCAL_NODE,
         state=state,
         pool=pool,
         registered_at=master.started_at,
@@ -439,14 +432,14 @@ def _local_view(master: Master, pool: str, live: list[Row[Any]], drained: _Drain
     )
 
 
-def _told_by_node(facts: NodeFacts) -> dict[str, Any]:
+def _told_by_node(facts: messages.NodeFacts) -> dict[str, Any]:
     names = ("name", "labels", "devices", "device_kind", "device_memory_bytes", "num_cores",
              "memory_bytes", "version", "python_version", "address", "unix_user")  # fmt: skip
     return {name: getattr(facts, name) for name in names}
 
 
 def _node_use(
-    node_id: int, facts: NodeFacts, live: list[Row[Any]], drained: _Drained
+    node_id: int, facts: messages.NodeFacts, live: list[sa.Row[Any]], drained: _Drained
 ) -> dict[str, Any]:
     own = {row.id: slots for row in live if (slots := slots_by_node(row).get(node_id))}
     held = [(node_id, slots) for slots in own.values()]
@@ -470,9 +463,9 @@ def _node_state(master: Master, node: RegisteredNode, *, has_attempts: bool) -> 
     return "ready"
 
 
-def _check_node_facts(facts: NodeFacts) -> None:
+def _check_node_facts(facts: messages.NodeFacts) -> None:
     for name, value in (("name", facts.name), ("pool", facts.pool)):
-        if not re.fullmatch(NAME_PATTERN, value):
+        if not re.fullmatch(messages.NAME_PATTERN, value):
             raise ApiError(
                 422,
                 "invalid_request",

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Annotated, Any
 
+import sqlalchemy as sa
 from fastapi import Path, Query
-from sqlalchemy import Connection, delete, func, insert, select
 
 from paceline._cluster.master.api.node_and_slot_routes import (
     all_drained,
@@ -131,7 +131,7 @@ async def set_pool(name: Name, wanted: SetPool, master: MasterOf) -> None:
     def job(transaction: Transaction) -> None:
         _forget(transaction, name)
         transaction.connection.execute(
-            insert(tables.pools).values(name=name, **wanted.model_dump())
+            sa.insert(tables.pools).values(name=name, **wanted.model_dump())
         )
         _tell(transaction, master)
 
@@ -177,7 +177,7 @@ def _tell(transaction: Transaction, master: Master) -> None:
 
 
 def _forget(transaction: Transaction, name: str) -> None:
-    transaction.connection.execute(delete(tables.pools).where(tables.pools.c.name == name))
+    transaction.connection.execute(sa.delete(tables.pools).where(tables.pools.c.name == name))
 
 
 def _describe_absent(started: PoolRunners, name: str, num_nodes: int) -> str | None:
@@ -300,7 +300,7 @@ async def move_in_queue(request: MoveExperiment, master: MasterOf) -> None:
     await write_rows(master, job)
 
 
-def _queue_results(connection: Connection, cluster: Cluster) -> Iterator[SchedulingResult]:
+def _queue_results(connection: sa.Connection, cluster: Cluster) -> Iterator[SchedulingResult]:
     resting = []
 
     def ready() -> Iterator[Any]:
@@ -315,11 +315,11 @@ def _queue_results(connection: Connection, cluster: Cluster) -> Iterator[Schedul
         yield SchedulingResult(waiting=trial, reason=Reason.PAUSING)
 
 
-def _queued_trials(connection: Connection, ids: list[int]) -> dict[int, Any]:
+def _queued_trials(connection: sa.Connection, ids: list[int]) -> dict[int, Any]:
     """Return each trial's experiment name and time of entering the queue."""
     trials, experiments, attempts = tables.trials.c, tables.experiments.c, tables.attempts.c
     query = (
-        select(trials.id, experiments.name, trials.created_at, func.max(attempts.ended_at))
+        sa.select(trials.id, experiments.name, trials.created_at, sa.func.max(attempts.ended_at))
         .select_from(tables.trials)
         .join(tables.experiments, experiments.id == trials.experiment_id)
         .outerjoin(tables.attempts, attempts.trial_id == trials.id)

@@ -4,8 +4,8 @@ import asyncio
 import json
 from typing import Annotated, Literal
 
+import sqlalchemy as sa
 from fastapi import Path, Query
-from sqlalchemy import delete, select
 
 from paceline._cluster.master.api.access_guard import AccessIdentity, IdentityOf
 from paceline._cluster.master.api.experiment_routes import project_id_of
@@ -114,7 +114,7 @@ def list_config_rules(
     if chosen is None and identity.reach is not None:
         chosen = identity.reach.project
     columns = _documents.c
-    query = select(_documents).where(columns.kind.in_(KINDS))
+    query = sa.select(_documents).where(columns.kind.in_(KINDS))
     with master.database.read(everything=True) as connection:
         rows = connection.execute(query.order_by(columns.project_id, columns.kind, columns.name))
         return [
@@ -151,7 +151,7 @@ async def set_config_rule(
     def job(transaction: Transaction) -> None:
         number = _project_number(master, identity, project)
         _take_rule(transaction, kind, name, number, request.revision)
-        parents = select(_documents.c.name).where(
+        parents = sa.select(_documents.c.name).where(
             _documents.c.kind == kind, _documents.c.parent == str(number)
         )
         if len(transaction.connection.execute(parents).all()) >= _MOST_RULES:
@@ -200,7 +200,7 @@ def _take_rule(transaction: Transaction, kind: Kind, name: str, number: int, rev
     """Delete a rule, or refuse if it has another revision."""
     columns = _documents.c
     place = (columns.kind == kind, columns.parent == str(number), columns.name == name)
-    content = transaction.connection.scalar(select(columns.content).where(*place))
+    content = transaction.connection.scalar(sa.select(columns.content).where(*place))
     found = 0 if content is None else content["revision"]
     if not found and revision:
         raise NotFoundError(f"There is no {kind} {name!r} there.")
@@ -212,4 +212,4 @@ def _take_rule(transaction: Transaction, kind: Kind, name: str, number: int, rev
             f" got {revision}: someone may have changed it. Hint: `paceline {kind} list` shows it.",
         )
     note_object(f"{kind} {name}")
-    transaction.connection.execute(delete(_documents).where(*place))
+    transaction.connection.execute(sa.delete(_documents).where(*place))

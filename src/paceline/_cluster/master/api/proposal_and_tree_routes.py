@@ -8,22 +8,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
+import sqlalchemy as sa
 from fastapi import Path as PathParameter
 from fastapi import Query
-from sqlalchemy import or_, select
 
+from paceline._cluster.master.api import requests_and_answers as models
 from paceline._cluster.master.api.access_guard import IdentityOf
 from paceline._cluster.master.api.config_and_code_routes import reading_code
 from paceline._cluster.master.api.experiment_routes import ExperimentId
 from paceline._cluster.master.api.readers import ReadingRoute
-from paceline._cluster.master.api.requests_and_answers import (
-    ApiError,
-    MasterOf,
-    RequestKey,
-    experiment_row,
-    write_once,
-    write_rows,
-)
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.experiment_edits import read_notes_history
 from paceline._cluster.master.searches.proposals import read_proposals
@@ -50,15 +43,15 @@ _PIECE_BYTES = 1024 * 1024
 async def propose(
     experiment_id: ExperimentId,
     request: NewProposal,
-    master: MasterOf,
+    master: models.MasterOf,
     identity: IdentityOf,
-    key: RequestKey,
+    key: models.RequestKey,
 ) -> Proposal:
     """Propose hyperparameters for the next trial of a search."""
     proposal = request.model_dump()
     if identity is not None:
         proposal["by"] = request.by or identity.user
-    number = await write_once(
+    number = await models.write_once(
         master,
         key,
         lambda transaction: master.commands.propose(transaction, experiment_id, proposal),
@@ -68,17 +61,17 @@ async def propose(
 
 
 @proposal_router.get("/experiments/{experiment_id}/proposals")
-def list_proposals(experiment_id: ExperimentId, master: MasterOf) -> list[Proposal]:
+def list_proposals(experiment_id: ExperimentId, master: models.MasterOf) -> list[Proposal]:
     """List the proposals for a search, and the trials that were made of them."""
     with master.database.read() as connection:
-        experiment_row(connection, experiment_id)
+        models.experiment_row(connection, experiment_id)
         return [Proposal(**fields) for fields in read_proposals(connection, experiment_id)]
 
 
 @proposal_router.get("/experiments/{experiment_id}/asks")
 async def list_asks(
     experiment_id: ExperimentId,
-    master: MasterOf,
+    master: models.MasterOf,
     wait: Annotated[float, Query(ge=0, le=50, description="Seconds to wait for an ask.")] = 0.0,
 ) -> SearchAsks:
     """List the trials of a search that wait for hyperparameters, and what a sampler is told."""
@@ -95,25 +88,27 @@ async def answer_ask(
     experiment_id: ExperimentId,
     ask_id: Annotated[str, PathParameter(max_length=100)],
     request: NewProposal,
-    master: MasterOf,
+    master: models.MasterOf,
     identity: IdentityOf,
 ) -> None:
     """Give a waiting trial its hyperparameters; those left out come from its draw."""
     by = request.by or ("" if identity is None else identity.user)
     given = request.model_copy(update={"by": by})
-    await write_rows(master, lambda t: master.commands.answer_ask(t, experiment_id, ask_id, given))
+    await models.write_rows(
+        master, lambda t: master.commands.answer_ask(t, experiment_id, ask_id, given)
+    )
 
 
 @proposal_router.get("/experiments/{experiment_id}/tree")
-def read_tree(experiment_id: ExperimentId, master: MasterOf) -> list[Relative]:
+def read_tree(experiment_id: ExperimentId, master: models.MasterOf) -> list[Relative]:
     """List what an experiment came from and all that came of that, parents before children."""
     experiments, trials = tables.experiments.c, tables.trials.c
-    made = select(experiments.id, experiments.forked_from, trials.experiment_id).join_from(
+    made = sa.select(experiments.id, experiments.forked_from, trials.experiment_id).join_from(
         tables.experiments, tables.trials, trials.id == experiments.parent_trial_id, isouter=True
     )
     with master.database.read() as connection:
-        experiment_row(connection, experiment_id)
-        derived = or_(
+        models.experiment_row(connection, experiment_id)
+        derived = sa.or_(
             experiments.forked_from.is_not(None), experiments.parent_trial_id.is_not(None)
         )
         parents = {
@@ -121,11 +116,11 @@ def read_tree(experiment_id: ExperimentId, master: MasterOf) -> list[Relative]:
             for id_, forked_from, continued in connection.execute(made.where(derived))
         }
         found = _family(experiment_id, parents)
-        rows = connection.execute(select(tables.experiments).where(experiments.id.in_(found)))
+        rows = connection.execute(sa.select(tables.experiments).where(experiments.id.in_(found)))
         known = {row.id: row for row in rows}
         counts = experiment_counts(connection, found)
         sources = (
-            select(trials.experiment_id, trials.source_checkpoint)
+            sa.select(trials.experiment_id, trials.source_checkpoint)
             .where(trials.experiment_id.in_(found), trials.source_checkpoint.is_not(None))
             .order_by(trials.id.desc())
         )
@@ -151,10 +146,10 @@ def read_tree(experiment_id: ExperimentId, master: MasterOf) -> list[Relative]:
 
 
 @proposal_router.get("/experiments/{experiment_id}/notes-history")
-def read_notes_versions(experiment_id: ExperimentId, master: MasterOf) -> list[NotesVersion]:
+def read_notes_versions(experiment_id: ExperimentId, master: models.MasterOf) -> list[NotesVersion]:
     """List the versions of an experiment's notes, the newest first."""
     with master.database.read() as connection:
-        experiment_row(connection, experiment_id)
+        models.experiment_row(connection, experiment_id)
         return [NotesVersion(**one) for one in read_notes_history(connection, experiment_id)]
 
 
@@ -176,26 +171,26 @@ def _family(experiment_id: int, parents: dict[int, int | None]) -> list[int]:
 @proposal_router.get("/experiments/{experiment_id}/diff")
 def read_diff(
     experiment_id: ExperimentId,
-    master: MasterOf,
+    master: models.MasterOf,
     since: Annotated[
         int | None, Query(ge=1, le=2**62, description="Another experiment than its parent.")
     ] = None,
 ) -> CodeDiff:
     """Compare the code of an experiment with that of the one that it came from."""
     with master.database.read() as connection:
-        row = experiment_row(connection, experiment_id)
+        row = models.experiment_row(connection, experiment_id)
         if since is None:
             trials = tables.trials.c
-            continued = select(trials.experiment_id).where(trials.id == row.parent_trial_id)
+            continued = sa.select(trials.experiment_id).where(trials.id == row.parent_trial_id)
             since = row.forked_from or connection.scalar(continued)
         if since is None:
-            raise ApiError(
+            raise models.ApiError(
                 409,
                 "no_parent",
                 f"Experiment {experiment_id} must have been forked or continued from another, but"
                 " was not. Hint: name one to compare with.",
             )
-        before = experiment_row(connection, since)
+        before = models.experiment_row(connection, since)
     if before.context_digest == row.context_digest:
         return CodeDiff(since=since, files=[])
     paths = (

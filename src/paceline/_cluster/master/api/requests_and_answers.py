@@ -12,10 +12,10 @@ from functools import partial
 from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
+import sqlalchemy as sa
 from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic_core import to_json
-from sqlalchemy import Connection, Row, Select, select
 from sqlalchemy.exc import DatabaseError, DataError, IntegrityError, ProgrammingError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -190,7 +190,7 @@ async def _tell(answer: tuple[int, str, str], _request: Request, _error: Excepti
 class ReadableDatabase(Protocol):
     """Database with read access."""
 
-    def read(self, *, everything: bool = False) -> AbstractContextManager[Connection]:
+    def read(self, *, everything: bool = False) -> AbstractContextManager[sa.Connection]:
         """Yield a connection with a consistent snapshot."""
 
 
@@ -356,7 +356,7 @@ def utc_text(moment: float) -> str:
     return f"{datetime.fromtimestamp(moment, timezone.utc):%Y-%m-%d %H:%M} UTC"
 
 
-def experiment_row(connection: Connection, experiment_id: int) -> Row[Any]:
+def experiment_row(connection: sa.Connection, experiment_id: int) -> sa.Row[Any]:
     """Return an experiment's row or answer 404."""
     return StateChanges.experiment(connection, experiment_id)
 
@@ -378,14 +378,14 @@ def page_of_rows(
     return Page(items=[item(row) for row in rows[:limit]], next_cursor=more)
 
 
-def trial_row(connection: Connection, trial_id: int) -> Row[Any]:
+def trial_row(connection: sa.Connection, trial_id: int) -> sa.Row[Any]:
     """Return a trial's row or answer 404."""
     return StateChanges.trial(connection, trial_id)
 
 
-def checkpoint_row(connection: Connection, uuid: str) -> Row[Any]:
+def checkpoint_row(connection: sa.Connection, uuid: str) -> sa.Row[Any]:
     """Return a checkpoint's row or answer 404."""
-    query = select(tables.checkpoints).where(tables.checkpoints.c.uuid == uuid)
+    query = sa.select(tables.checkpoints).where(tables.checkpoints.c.uuid == uuid)
     row = connection.execute(query).first()
     if row is None:
         raise ApiError(404, "not_found", f"There is no checkpoint {uuid!r}.")
@@ -393,8 +393,8 @@ def checkpoint_row(connection: Connection, uuid: str) -> Row[Any]:
 
 
 def checkpoint_page(
-    connection: Connection,
-    query: Select[Any],
+    connection: sa.Connection,
+    query: sa.Select[Any],
     order: Order,
     name: str,
     cursor: str | None,

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Annotated, Any
 
 import psutil
+import sqlalchemy as sa
 from fastapi import Header, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from sqlalchemy import Connection, func, select
 
 from paceline._cluster.master.api.access_guard import AccessIdentity, IdentityOf, admission_check
 from paceline._cluster.master.api.node_and_slot_routes import (
@@ -97,16 +97,16 @@ def read_master(master: MasterOf) -> MasterInfo:
     )
 
 
-def _settled_event(connection: Connection) -> int:
+def _settled_event(connection: sa.Connection) -> int:
     """Return the id of an event that is some seconds old, or an earlier id among many new events.
 
     Not only of events that the sender sees: it would read all events of others to find one.
     """
     ids, times = tables.events.c.id, tables.events.c.time
-    newest = connection.scalar(select(func.max(ids))) or 0
+    newest = connection.scalar(sa.select(sa.func.max(ids))) or 0
     first = max(0, newest - _MOST_UNSETTLED)
     is_old = (ids > first, times < time.time() - _OVERLAP_S)
-    return connection.scalar(select(func.max(ids)).where(*is_old)) or first
+    return connection.scalar(sa.select(sa.func.max(ids)).where(*is_old)) or first
 
 
 @master_router.post("/master/shutdown", status_code=202)
@@ -170,12 +170,12 @@ async def _event_stream(
 
 def _newest_event(master: Master) -> int:
     with master.database.read() as connection:
-        return connection.execute(select(func.max(tables.events.c.id))).scalar() or 0
+        return connection.execute(sa.select(sa.func.max(tables.events.c.id))).scalar() or 0
 
 
 def _read_events(master: Master, after: int, experiment_id: int | None) -> list[Event]:
     events = tables.events
-    query = select(events).where(events.c.id > after).order_by(events.c.id)
+    query = sa.select(events).where(events.c.id > after).order_by(events.c.id)
     if experiment_id is not None:
         query = query.where(events.c.experiment_id == experiment_id)
     with master.database.read() as connection:
@@ -256,7 +256,7 @@ def _status_facts(master: Master) -> dict[str, Any]:
         }
 
 
-def _describe_failing_nodes(master: Master, connection: Connection) -> list[str]:
+def _describe_failing_nodes(master: Master, connection: sa.Connection) -> list[str]:
     now = time.time()
     names = {LOCAL_NODE: LOCAL_NAME} | {node.id: node.name for node in master.nodes.all()}
     sick = [

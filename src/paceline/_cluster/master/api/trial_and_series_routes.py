@@ -12,31 +12,15 @@ from urllib.parse import unquote
 
 import msgspec
 import numpy as np
+import sqlalchemy as sa
 from fastapi import Query, Response
 from fastapi.responses import StreamingResponse
 from numpy.typing import NDArray
-from sqlalchemy import Connection, select
 
 from paceline._base.terminal_text import csv_cell, csv_text
+from paceline._cluster.master.api import requests_and_answers as models
 from paceline._cluster.master.api.experiment_routes import ExperimentId
 from paceline._cluster.master.api.readers import ReadingRoute
-from paceline._cluster.master.api.requests_and_answers import (
-    MAX_PAGE,
-    ApiError,
-    Cursor,
-    Limit,
-    MasterOf,
-    RecordsOf,
-    RequestKey,
-    TrialId,
-    checkpoint_page,
-    experiment_row,
-    page_of_rows,
-    position_in_rows,
-    trial_row,
-    write_once,
-    write_rows,
-)
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.searches.stored_searches import proposal_of
@@ -92,28 +76,28 @@ _MAX_VALUES = 100_000
 
 
 @trial_router.get("/trials/{trial_id}")
-def read_trial(trial_id: TrialId, records: RecordsOf) -> Trial:
+def read_trial(trial_id: models.TrialId, records: models.RecordsOf) -> Trial:
     """Read a trial with its attempts and metric summaries."""
     with records.database.read() as connection:
-        return trial_view(connection, trial_row(connection, trial_id))
+        return trial_view(connection, models.trial_row(connection, trial_id))
 
 
 @trial_router.get("/trials/{trial_id}/time")
-def read_trial_time(trial_id: TrialId, records: RecordsOf) -> TrialTime:
+def read_trial_time(trial_id: models.TrialId, records: models.RecordsOf) -> TrialTime:
     """Read the time shares of a trial."""
     with records.database.read() as connection:
-        shares, until = time_shares(connection, trial_row(connection, trial_id))
+        shares, until = time_shares(connection, models.trial_row(connection, trial_id))
     return TrialTime(
         **shares.seconds(), total_s=shares.total_s, goodput=shares.goodput, until=until
     )
 
 
 @trial_router.get("/trials/{trial_id}/decisions")
-def read_trial_decisions(trial_id: TrialId, master: MasterOf) -> TrialDecisions:
+def read_trial_decisions(trial_id: models.TrialId, master: models.MasterOf) -> TrialDecisions:
     """Read the decisions of the search about a trial: who proposed it, where it was stopped."""
     with master.database.read() as connection:
-        trial = trial_row(connection, trial_id)
-        experiment = experiment_row(connection, trial.experiment_id)
+        trial = models.trial_row(connection, trial_id)
+        experiment = models.experiment_row(connection, trial.experiment_id)
         proposal = proposal_of(connection, trial)
     has_rungs = config_of(experiment).searcher.has_rungs
     brackets = master.search_views.read(trial.experiment_id) if has_rungs else []
@@ -138,13 +122,17 @@ def read_trial_decisions(trial_id: TrialId, master: MasterOf) -> TrialDecisions:
 
 
 @trial_router.get("/trials/{trial_id}/environments")
-def list_environments(trial_id: TrialId, records: RecordsOf) -> list[AttemptEnvironment]:
+def list_environments(
+    trial_id: models.TrialId, records: models.RecordsOf
+) -> list[AttemptEnvironment]:
     """Read the environments of a trial's attempts, the earliest attempt first."""
     attempts = tables.attempts.c
     with records.database.read() as connection:
-        trial = trial_row(connection, trial_id)
-        source = experiment_row(connection, trial.experiment_id).source
-        query = select(attempts.number, attempts.environment).where(attempts.trial_id == trial_id)
+        trial = models.trial_row(connection, trial_id)
+        source = models.experiment_row(connection, trial.experiment_id).source
+        query = sa.select(attempts.number, attempts.environment).where(
+            attempts.trial_id == trial_id
+        )
         found = []
         for row in connection.execute(query.order_by(attempts.number)).all():
             environment = read_environment(connection, row.environment)
@@ -156,22 +144,29 @@ def list_environments(trial_id: TrialId, records: RecordsOf) -> list[AttemptEnvi
 
 
 @trial_router.post("/trials/{trial_id}/kill")
-async def kill_trial(trial_id: TrialId, master: MasterOf) -> Trial:
+async def kill_trial(trial_id: models.TrialId, master: models.MasterOf) -> Trial:
     """End a trial at once."""
-    await write_rows(master, lambda transaction: master.commands.kill_trial(transaction, trial_id))
+    await models.write_rows(
+        master, lambda transaction: master.commands.kill_trial(transaction, trial_id)
+    )
     return await asyncio.to_thread(read_trial, trial_id, master)
 
 
 @trial_router.post("/trials/{trial_id}/stop")
-async def stop_trial(trial_id: TrialId, master: MasterOf) -> Trial:
+async def stop_trial(trial_id: models.TrialId, master: models.MasterOf) -> Trial:
     """Let a trial store a checkpoint and end."""
-    await write_rows(master, lambda transaction: master.commands.stop_trial(transaction, trial_id))
+    await models.write_rows(
+        master, lambda transaction: master.commands.stop_trial(transaction, trial_id)
+    )
     return await asyncio.to_thread(read_trial, trial_id, master)
 
 
 @trial_router.post("/trials/{trial_id}/continue", status_code=201)
 async def continue_trial(
-    trial_id: TrialId, request: ContinueTrial, master: MasterOf, key: RequestKey
+    trial_id: models.TrialId,
+    request: ContinueTrial,
+    master: models.MasterOf,
+    key: models.RequestKey,
 ) -> Experiment:
     """Create a `single` experiment starting from the trial's latest checkpoint."""
     from paceline._cluster.master.api.experiment_routes import code_of, read_experiment
@@ -188,25 +183,25 @@ async def continue_trial(
             source=source,
         )
 
-    experiment_id = await write_once(master, key, job)
+    experiment_id = await models.write_once(master, key, job)
     return await asyncio.to_thread(read_experiment, experiment_id, master)
 
 
 @trial_router.get("/trials/{trial_id}/metrics")
 def list_metrics(
-    trial_id: TrialId,
-    records: RecordsOf,
+    trial_id: models.TrialId,
+    records: models.RecordsOf,
     group: str = "validation",
-    limit: Limit = MAX_PAGE,
-    cursor: Cursor = None,
+    limit: models.Limit = models.MAX_PAGE,
+    cursor: models.Cursor = None,
 ) -> Page[MetricRow]:
     """List the rows of a metric group in step order; superseded rows are left out.
 
     A page ends earlier where rows have very many metrics.
     """
-    after = position_in_rows(cursor, [0])[0] if cursor is not None else -1
+    after = models.position_in_rows(cursor, [0])[0] if cursor is not None else -1
     with records.database.read() as connection:
-        trial_row(connection, trial_id)
+        models.trial_row(connection, trial_id)
         num_names = num_metric_names(connection, trial_id, group, at_most=_MAX_VALUES)
         limit = max(1, min(limit, _MAX_VALUES // max(1, num_names)))
         rows = read_rows(connection, trial_id, group, after_step=after, limit=limit + 1)
@@ -217,28 +212,33 @@ def list_metrics(
             metrics=tagged(row.metrics),
         )  # fmt: skip
 
-    return page_of_rows(rows, limit, item, "step")
+    return models.page_of_rows(rows, limit, item, "step")
 
 
 @trial_router.get("/trials/{trial_id}/checkpoints")
 def list_trial_checkpoints(
-    trial_id: TrialId, records: RecordsOf, limit: Limit = MAX_PAGE, cursor: Cursor = None
+    trial_id: models.TrialId,
+    records: models.RecordsOf,
+    limit: models.Limit = models.MAX_PAGE,
+    cursor: models.Cursor = None,
 ) -> Page[Checkpoint]:
     """List a trial's checkpoints, the latest first."""
     checkpoints = tables.checkpoints.c
     keys = (checkpoints.steps_completed, checkpoints.created_at, checkpoints.uuid)
     with records.database.read() as connection:
-        trial_row(connection, trial_id)
-        query = select(tables.checkpoints).where(checkpoints.trial_id == trial_id)
+        models.trial_row(connection, trial_id)
+        query = sa.select(tables.checkpoints).where(checkpoints.trial_id == trial_id)
         order = Order(keys, is_descending=True)
-        return checkpoint_page(connection, query, order, "a trial's checkpoints", cursor, limit)
+        return models.checkpoint_page(
+            connection, query, order, "a trial's checkpoints", cursor, limit
+        )
 
 
 series_router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 
 
 @series_router.post("/metric-series", response_model=SeriesReply)
-def read_metric_series(request: SeriesRequest, master: MasterOf) -> Response:
+def read_metric_series(request: SeriesRequest, master: models.MasterOf) -> Response:
     """Read points of many series, each down-sampled with all extremes kept.
 
     With `smoothing_steps` each point also has the moving average of the whole series up to it.
@@ -251,15 +251,18 @@ def read_metric_series(request: SeriesRequest, master: MasterOf) -> Response:
 
 @series_router.get("/experiments/{experiment_id}/metric-names")
 def list_metric_names(
-    experiment_id: ExperimentId, records: RecordsOf, limit: Limit = MAX_PAGE, cursor: Cursor = None
+    experiment_id: ExperimentId,
+    records: models.RecordsOf,
+    limit: models.Limit = models.MAX_PAGE,
+    cursor: models.Cursor = None,
 ) -> Page[MetricName]:
     """List the metrics reported by an experiment's trials so far, by group and name."""
-    group, name = position_in_rows(cursor, ["", ""])
+    group, name = models.position_in_rows(cursor, ["", ""])
     with records.database.read() as connection:
-        experiment_row(connection, experiment_id)
+        models.experiment_row(connection, experiment_id)
         names = metric_names(connection, experiment_id, after=(group, name), limit=limit + 1)
         # A run that chooses axes is the only trial of its experiment.
-        first = select(tables.trials.c.id).where(tables.trials.c.experiment_id == experiment_id)
+        first = sa.select(tables.trials.c.id).where(tables.trials.c.experiment_id == experiment_id)
         found = read_x_axes(connection, [connection.scalar(first.limit(1)) or 0])
     axes = next(iter(found.values()), NO_AXES)
     more = encode_cursor(*names[limit - 1]) if len(names) > limit else None
@@ -270,7 +273,7 @@ def list_metric_names(
     return Page(items=items, next_cursor=more)
 
 
-def _read_all_series(connection: Connection, request: SeriesRequest) -> list[dict[str, object]]:
+def _read_all_series(connection: sa.Connection, request: SeriesRequest) -> list[dict[str, object]]:
     wanted = [
         (one, Selection(trial_id=0, group=one.group, key=one.name, after_step=one.after_step))
         for one in request.series
@@ -290,7 +293,7 @@ def _read_all_series(connection: Connection, request: SeriesRequest) -> list[dic
 
 
 def _read_series(
-    connection: Connection, trial_ids: list[int], selection: Selection, request: SeriesRequest
+    connection: sa.Connection, trial_ids: list[int], selection: Selection, request: SeriesRequest
 ) -> Iterator[dict[str, object]]:
     wholes = read_curves(connection, trial_ids, selection, x=request.x)
     # Average over the whole series, even if only a part is shown: earlier points count as well.
@@ -348,7 +351,7 @@ SeriesNames = Annotated[
     responses={200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
 )
 def export_metric_series(
-    master: MasterOf, series: SeriesNames, x: str = "batches"
+    master: models.MasterOf, series: SeriesNames, x: str = "batches"
 ) -> StreamingResponse:
     """Export every point of the series as CSV, in step order, the series in the given order.
 
@@ -359,7 +362,7 @@ def export_metric_series(
     selections = [(name, _csv_selection(name)) for name in series]
     with master.database.read() as connection:
         for _, selection in selections:
-            trial_row(connection, selection.trial_id)
+            models.trial_row(connection, selection.trial_id)
     return StreamingResponse(
         _csv_lines(master, selections, x),
         media_type="text/csv",
@@ -370,7 +373,7 @@ def export_metric_series(
 def _csv_selection(name: str) -> Selection:
     found = _SERIES.fullmatch(name)
     if found is None:
-        raise ApiError(
+        raise models.ApiError(
             422,
             "invalid_request",
             f"`series` must be TRIAL/GROUP/NAME, but got {name!r}. Hint: 3/validation/loss.",
@@ -397,7 +400,7 @@ def _csv_lines(master: Master, selections: list[tuple[str, Selection]], x: str) 
 
 
 def _csv_points(
-    connection: Connection, selection: Selection, x: str
+    connection: sa.Connection, selection: Selection, x: str
 ) -> Iterator[tuple[int, Any, Any]]:
     """Yield (step, place on the x axis, value)."""
     points = iter_points(connection, selection)

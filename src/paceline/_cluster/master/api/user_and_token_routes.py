@@ -4,10 +4,11 @@ import asyncio
 import time
 from typing import Annotated, Any, Literal
 
+import sqlalchemy as sa
 from fastapi import Header, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
-from sqlalchemy import delete, insert, select
 
+from paceline._cluster.master.api import requests_and_answers as models
 from paceline._cluster.master.api.access_guard import (
     AccessIdentity,
     ConnectionOf,
@@ -16,13 +17,6 @@ from paceline._cluster.master.api.access_guard import (
 )
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.request_limits import Connection
-from paceline._cluster.master.api.requests_and_answers import (
-    ApiError,
-    Limit,
-    MasterOf,
-    utc_text,
-    write_rows,
-)
 from paceline._cluster.master.api.route_scopes import ApiRouter, RouteScope
 from paceline._cluster.master.authentication import (
     SIGN_IN_S,
@@ -66,7 +60,7 @@ TokenId = Annotated[int, Path(ge=1, le=2**62)]
 
 
 @token_router.get("/tokens")
-async def list_tokens(master: MasterOf, identity: IdentityOf) -> list[Token]:
+async def list_tokens(master: models.MasterOf, identity: IdentityOf) -> list[Token]:
     """List the tokens, the newest first; without the home's own and those of attempts.
 
     A token that was revoked or has expired is listed for 90 days. Administrators see all, others
@@ -93,7 +87,7 @@ def check_own(identity: AccessIdentity | None, user: str) -> None:
     """
     assert identity is not None
     if not _is_for(identity, user):
-        raise ApiError(
+        raise models.ApiError(
             403,
             "not_yours",
             f"Only {user!r} and administrators may do that, but {identity.owner!r} is neither.",
@@ -101,7 +95,9 @@ def check_own(identity: AccessIdentity | None, user: str) -> None:
 
 
 @token_router.post("/tokens", status_code=201)
-async def create_token(request: NewToken, master: MasterOf, identity: IdentityOf) -> CreatedToken:
+async def create_token(
+    request: NewToken, master: models.MasterOf, identity: IdentityOf
+) -> CreatedToken:
     """Make a token and return its secret, once; needs a token itself."""
     require_token(identity)
     assert identity is not None
@@ -113,7 +109,7 @@ async def create_token(request: NewToken, master: MasterOf, identity: IdentityOf
         user = request.user or FIRST_USER
     is_clusters = request.scope is TokenScope.RUNNER and user == FIRST_USER
     if not is_clusters and master.users.reach(user) is None:
-        raise ApiError(404, "not_found", f"There is no user {user!r}.")
+        raise models.ApiError(404, "not_found", f"There is no user {user!r}.")
     return await make_token(master, request, user)
 
 
@@ -127,24 +123,24 @@ async def make_token(master: Master, request: NewToken, user: str) -> CreatedTok
     try:
         token, secret = await asyncio.wrap_future(made)
     except TokenNameTakenError as error:
-        raise ApiError(409, "name_taken", str(error)) from error
+        raise models.ApiError(409, "name_taken", str(error)) from error
     return CreatedToken.model_validate(_fields(token) | {"secret": secret})
 
 
 @token_router.delete("/tokens/{token_id}", status_code=204)
-async def revoke_token(token_id: TokenId, master: MasterOf, identity: IdentityOf) -> None:
+async def revoke_token(token_id: TokenId, master: models.MasterOf, identity: IdentityOf) -> None:
     """Revoke a token for good; a second time changes nothing."""
     assert identity is not None
     known = master.tokens.get(token_id)
     if known is not None and not _is_for(identity, known.user):
-        raise ApiError(404, "not_found", f"There is no token {token_id}.")
+        raise models.ApiError(404, "not_found", f"There is no token {token_id}.")
     if not await asyncio.wrap_future(master.tokens.revoke(token_id)):
-        raise ApiError(404, "not_found", f"There is no token {token_id}.")
+        raise models.ApiError(404, "not_found", f"There is no token {token_id}.")
     master.events.notify()
 
 
 @token_router.put("/home-token")
-async def renew_home_token(master: MasterOf, identity: IdentityOf) -> HomeToken:
+async def renew_home_token(master: models.MasterOf, identity: IdentityOf) -> HomeToken:
     """Put another token in place of the home's; needs a token itself."""
     require_token(identity)
     secret = await asyncio.to_thread(master.renew_home_token)
@@ -160,7 +156,7 @@ def require_token(identity: AccessIdentity | None) -> None:
     """
     assert identity is not None
     if identity.secret is not None:
-        raise ApiError(
+        raise models.ApiError(
             403,
             "token_needed",
             "Passwords and tokens are set with a token only, not from a browser. Hint: `paceline"
@@ -179,7 +175,7 @@ UserName = Annotated[str, Path(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 
 
 @sign_in_router.get("/session")
-def read_session(master: MasterOf, identity: IdentityOf) -> Session:
+def read_session(master: models.MasterOf, identity: IdentityOf) -> Session:
     """Return who is signed in, and whether a password could sign in; needs no sign-in."""
     return Session(
         user=None if identity is None else identity.user,
@@ -195,7 +191,7 @@ def read_session(master: MasterOf, identity: IdentityOf) -> Session:
 def log_in(
     request: Login,
     response: Response,
-    master: MasterOf,
+    master: models.MasterOf,
     connection: ConnectionOf,
     origin: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Session:
@@ -214,7 +210,7 @@ def log_in(
 
 @sign_in_router.post("/login-token", status_code=201)
 async def log_in_for_token(
-    request: LoginForToken, master: MasterOf, connection: ConnectionOf
+    request: LoginForToken, master: models.MasterOf, connection: ConnectionOf
 ) -> CreatedToken:
     """Make a token for all that a user may do, with the user's password."""
     await asyncio.to_thread(_check_password, request, master, connection)
@@ -226,9 +222,9 @@ def _check_password(request: Login, master: Master, connection: Connection) -> N
     try:
         is_known = master.passwords.check(request.user, request.password, connection.sender)
     except TooManyAttemptsError as error:
-        raise ApiError(429, "too_many_attempts", str(error)) from error
+        raise models.ApiError(429, "too_many_attempts", str(error)) from error
     if not is_known or master.users.reach(request.user) is None:
-        raise ApiError(
+        raise models.ApiError(
             401,
             "wrong_password",
             "User and password must fit, but do not. Hint: `paceline user set-password` sets one;"
@@ -239,7 +235,7 @@ def _check_password(request: Login, master: Master, connection: Connection) -> N
 @sign_in_router.get("/sign-in", status_code=303, response_class=RedirectResponse)
 def follow_sign_in_link(
     request: Request,
-    master: MasterOf,
+    master: models.MasterOf,
     token: Annotated[str, Query(max_length=200)],
 ) -> Response:
     """Sign a browser in by a link and redirect to the web UI; each link works once."""
@@ -250,7 +246,7 @@ def follow_sign_in_link(
         return reply
     if "text/html" in request.headers.get("accept", ""):
         return RedirectResponse("/sign-in?problem=link", 303)
-    raise ApiError(
+    raise models.ApiError(
         401,
         "link_used",
         "The link must be new, but was used or is too old. Hint: `paceline login` prints another.",
@@ -260,7 +256,7 @@ def follow_sign_in_link(
 @sign_in_router.post("/sign-in-links", status_code=201)
 def create_sign_in_link(
     request: Request,
-    master: MasterOf,
+    master: models.MasterOf,
     identity: IdentityOf,
     user: Annotated[str | None, Query(max_length=64, description="By default the sender.")] = None,
 ) -> SignInLink:
@@ -277,7 +273,7 @@ def create_sign_in_link(
 
 
 @sign_in_router.post("/logout", status_code=204)
-def log_out(response: Response, master: MasterOf, identity: IdentityOf) -> None:
+def log_out(response: Response, master: models.MasterOf, identity: IdentityOf) -> None:
     """End the sign-in of the requesting browser."""
     assert identity is not None
     if identity.secret is not None:
@@ -288,7 +284,7 @@ def log_out(response: Response, master: MasterOf, identity: IdentityOf) -> None:
 
 @sign_in_router.put("/users/{name}/password", status_code=204)
 async def set_password(
-    name: UserName, request: NewPassword, master: MasterOf, identity: IdentityOf
+    name: UserName, request: NewPassword, master: models.MasterOf, identity: IdentityOf
 ) -> None:
     """Give a user a password and end the user's sign-ins; needs a token."""
     require_token(identity)
@@ -326,13 +322,13 @@ user_router = ApiRouter(tags=["users"], route_class=ReadingRoute)
 
 
 @user_router.get("/users")
-async def list_users(master: MasterOf) -> list[User]:
+async def list_users(master: models.MasterOf) -> list[User]:
     """List the users by name, with those that were removed."""
     return master.users.all()
 
 
 @user_router.post("/users", status_code=201)
-async def add_user(request: NewUser, master: MasterOf) -> User:
+async def add_user(request: NewUser, master: models.MasterOf) -> User:
     """Add a user, without a password; one that was removed before comes back."""
     note_object(f"user {request.name}")
     return await asyncio.wrap_future(
@@ -347,7 +343,7 @@ async def add_user(request: NewUser, master: MasterOf) -> User:
 
 
 @user_router.patch("/users/{name}", status_code=204)
-async def change_user(name: UserName, request: UserChange, master: MasterOf) -> None:
+async def change_user(name: UserName, request: UserChange, master: models.MasterOf) -> None:
     """Make a user an administrator or take that right; choose the group, and the link for OIDC."""
     if request.is_admin is not None:
         await asyncio.wrap_future(master.users.set_admin(name, is_admin=request.is_admin))
@@ -356,7 +352,7 @@ async def change_user(name: UserName, request: UserChange, master: MasterOf) -> 
         master.changes.wakeups.wake()
     if request.oidc_subject is not None:
         if request.oidc_subject and master.oidc is None:
-            raise ApiError(
+            raise models.ApiError(
                 409, "no_oidc", "The master must have a provider of OpenID Connect, but has none."
                 " Hint: docs/lab.md explains `oidc.yaml`.",
             )  # fmt: skip
@@ -366,7 +362,7 @@ async def change_user(name: UserName, request: UserChange, master: MasterOf) -> 
 
 
 @user_router.delete("/users/{name}", status_code=204)
-async def remove_user(name: UserName, master: MasterOf) -> None:
+async def remove_user(name: UserName, master: models.MasterOf) -> None:
     """Remove a user: tokens and sign-ins end, experiments and their trials stay."""
     await asyncio.wrap_future(master.users.remove(name))
     master.links.forget(name)
@@ -378,7 +374,7 @@ Month = Annotated[str | None, Query(pattern=r"^20\d\d-(0[1-9]|1[0-2])$", descrip
 
 @user_router.get("/usage")
 def list_usage(
-    master: MasterOf,
+    master: models.MasterOf,
     since: Month = None,
     until: Month = None,
     by: Annotated[list[UsageKey] | None, Query(max_length=len(UsageKey))] = None,
@@ -397,8 +393,8 @@ def list_usage(
 
 @user_router.get("/audit")
 def list_audit(
-    master: MasterOf,
-    limit: Limit = 100,
+    master: models.MasterOf,
+    limit: models.Limit = 100,
     before: Annotated[int | None, Query(ge=1, le=2**62, description="Only older ones.")] = None,
     user: Annotated[str | None, Query(max_length=64)] = None,
 ) -> list[AuditEntry]:
@@ -418,7 +414,7 @@ _quotas, _reservations = user_tables.quotas, user_tables.reservations
 
 
 @quota_router.get("/quotas")
-def show_quotas(master: MasterOf) -> list[Quota]:
+def show_quotas(master: models.MasterOf) -> list[Quota]:
     """List quotas and what counts against them: the sender's own, and those of seen projects."""
     reach = current_reach()
     now = time.time()
@@ -436,27 +432,27 @@ def show_quotas(master: MasterOf) -> list[Quota]:
 
 
 @quota_router.put("/quotas/{kind}/{name}", status_code=204)
-async def set_quota(kind: Kind, name: Name, wanted: SetQuota, master: MasterOf) -> None:
+async def set_quota(kind: Kind, name: Name, wanted: SetQuota, master: models.MasterOf) -> None:
     """Set share and limits of a user, group or project, unless changed since `revision`."""
 
     def job(transaction: Transaction) -> None:
         key = _key(master, kind, name, must_be_known=True)
         _take_quota(transaction, master, kind, name, key, wanted.revision)
         values = wanted.model_dump() | {"revision": wanted.revision + 1}
-        transaction.connection.execute(insert(_quotas).values(**key, **values))
+        transaction.connection.execute(sa.insert(_quotas).values(**key, **values))
 
-    await write_rows(master, job)
+    await models.write_rows(master, job)
 
 
 @quota_router.delete("/quotas/{kind}/{name}", status_code=204)
-async def delete_quota(kind: Kind, name: Name, revision: Revision, master: MasterOf) -> None:
+async def delete_quota(kind: Kind, name: Name, revision: Revision, master: models.MasterOf) -> None:
     """Delete share and limits, unless they were changed since `revision`."""
 
     def job(transaction: Transaction) -> None:
         key = _key(master, kind, name)
         _take_quota(transaction, master, kind, name, key, revision)
 
-    await write_rows(master, job)
+    await models.write_rows(master, job)
 
 
 def _key(
@@ -480,12 +476,12 @@ def _take_quota(
 ) -> None:
     """Delete a quota, or refuse if it has another revision."""
     place = [_quotas.c[column] == value for column, value in key.items()]
-    query = select(_quotas.c.revision).where(*place)
+    query = sa.select(_quotas.c.revision).where(*place)
     found = transaction.connection.scalar(query) or 0
     if not found and revision:
         raise NotFoundError(f"There is no quota of the {kind} {name!r}.")
     if found != revision:
-        raise ApiError(
+        raise models.ApiError(
             409,
             "quota_changed",
             f"The change of the quota of the {kind} {name!r} must begin from its newest revision,"
@@ -493,18 +489,20 @@ def _take_quota(
             " list` shows it.",
         )
     note_object(f"quota of {kind} {name}")
-    transaction.connection.execute(delete(_quotas).where(*place))
+    transaction.connection.execute(sa.delete(_quotas).where(*place))
     transaction.after_commit(master.changes.wakeups.wake)
 
 
 @quota_router.post("/nodes/{name}/reservations", status_code=201)
-async def reserve_node(name: NodeName, wanted: NewReservation, master: MasterOf) -> Reservation:
+async def reserve_node(
+    name: NodeName, wanted: NewReservation, master: models.MasterOf
+) -> Reservation:
     """Reserve a node for the trials of a user."""
     if not wanted.begins_at < wanted.ends_at or wanted.ends_at <= time.time():
-        raise ApiError(
+        raise models.ApiError(
             422, "invalid_request",
             "A reservation must end after it begins, and after now, but got"
-            f" {utc_text(wanted.begins_at)} to {utc_text(wanted.ends_at)}.",
+            f" {models.utc_text(wanted.begins_at)} to {models.utc_text(wanted.ends_at)}.",
         )  # fmt: skip
     known = [LOCAL_NAME, *(node.name for node in master.nodes.all())]
     if name not in known:
@@ -514,27 +512,27 @@ async def reserve_node(name: NodeName, wanted: NewReservation, master: MasterOf)
 
     def job(transaction: Transaction) -> Reservation:
         columns = _reservations.c
-        statement = insert(_reservations).values(node=name, **wanted.model_dump())
+        statement = sa.insert(_reservations).values(node=name, **wanted.model_dump())
         row = transaction.connection.execute(statement.returning(*columns)).one()
         note_object(f"reservation {row.id}")
         transaction.after_commit(master.changes.wakeups.wake)
         return Reservation.model_validate(row, from_attributes=True)
 
-    return await write_rows(master, job)
+    return await models.write_rows(master, job)
 
 
 @quota_router.delete("/nodes/{name}/reservations/{reservation_id}", status_code=204)
 async def end_reservation(
-    name: NodeName, reservation_id: Annotated[int, Path(ge=1, le=2**62)], master: MasterOf
+    name: NodeName, reservation_id: Annotated[int, Path(ge=1, le=2**62)], master: models.MasterOf
 ) -> None:
     """End a reservation of a node, also before it began."""
 
     def job(transaction: Transaction) -> None:
         columns = _reservations.c
         place = (columns.id == reservation_id, columns.node == name)
-        if not transaction.connection.execute(delete(_reservations).where(*place)).rowcount:
+        if not transaction.connection.execute(sa.delete(_reservations).where(*place)).rowcount:
             raise NotFoundError(f"There is no reservation {reservation_id} of the node {name!r}.")
         note_object(f"reservation {reservation_id}")
         transaction.after_commit(master.changes.wakeups.wake)
 
-    await write_rows(master, job)
+    await models.write_rows(master, job)

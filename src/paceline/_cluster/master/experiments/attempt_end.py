@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, or_, select
+import sqlalchemy as sa
 
 from paceline import faults
 from paceline._cluster.master.experiments.attempts import read_attempt
@@ -136,7 +136,7 @@ def describe_attempt_end(end: AttemptEnd, error: str | None) -> str:
     return f"{how}: {details}" if details else how
 
 
-def _chief_error(attempt: Row[Any], end: AttemptEnd) -> str | None:
+def _chief_error(attempt: sa.Row[Any], end: AttemptEnd) -> str | None:
     """Return the error of rank 0; None if possibly a mere reaction to another rank's failure.
 
     On several nodes, or if a launcher names another cause, it may.
@@ -157,7 +157,7 @@ def _is_successful_end(end: AttemptEnd, outcome: str | None) -> bool:
     return end.code == 0 or (has_aborted and outcome in ("completed", "preempted"))
 
 
-def _end_error_kind(end: AttemptEnd, attempt: Row[Any], error: str | None) -> ErrorKind | None:
+def _end_error_kind(end: AttemptEnd, attempt: sa.Row[Any], error: str | None) -> ErrorKind | None:
     is_success = _is_successful_end(end, attempt.outcome) or attempt.early_exit == INVALID_HP
     if is_success and end.reason is ExitReason.EXITED:
         return None
@@ -173,8 +173,8 @@ def _end_error_kind(end: AttemptEnd, attempt: Row[Any], error: str | None) -> Er
 def _end_facts(
     changes: StateChanges,
     transaction: Transaction,
-    trial: Row[Any],
-    attempt: Row[Any],
+    trial: sa.Row[Any],
+    attempt: sa.Row[Any],
     config: ExperimentConfig,
     end: AttemptEnd,
     error: str | None,
@@ -219,7 +219,7 @@ def _end_facts(
     )
 
 
-def _describe_node(transaction: Transaction, attempt: Row[Any]) -> str:
+def _describe_node(transaction: Transaction, attempt: sa.Row[Any]) -> str:
     """Return the node of an attempt in words; "" without an alternative, or for several nodes.
 
     Nodes that have left or are drained do not count.
@@ -227,8 +227,8 @@ def _describe_node(transaction: Transaction, attempt: Row[Any]) -> str:
     if attempt.members is not None:
         return ""
     nodes = tables.nodes.c
-    query = select(nodes.id, nodes.name).where(
-        or_(nodes.id == attempt.node_id, ~nodes.has_left & ~nodes.is_draining)
+    query = sa.select(nodes.id, nodes.name).where(
+        sa.or_(nodes.id == attempt.node_id, ~nodes.has_left & ~nodes.is_draining)
     )
     names = {row.id: row.name for row in transaction.connection.execute(query)}
     names.setdefault(LOCAL_NODE, LOCAL_NAME)
@@ -237,7 +237,7 @@ def _describe_node(transaction: Transaction, attempt: Row[Any]) -> str:
 
 
 def _note_node(
-    changes: StateChanges, transaction: Transaction, attempt: Row[Any], facts: AttemptFacts
+    changes: StateChanges, transaction: Transaction, attempt: sa.Row[Any], facts: AttemptFacts
 ) -> None:
     """Note the end of an attempt on a single node; the node may cause many failures."""
     if attempt.members is not None or attempt.run_attempt is not None:
@@ -255,16 +255,16 @@ def _note_node(
         transaction.after_commit(lambda: nodes.note_failure(node_id, trial_id, now))
 
 
-def _has_stored(transaction: Transaction, attempt: Row[Any]) -> bool:
+def _has_stored(transaction: Transaction, attempt: sa.Row[Any]) -> bool:
     checkpoints = tables.checkpoints
-    stored = select(checkpoints.c.uuid).where(
+    stored = sa.select(checkpoints.c.uuid).where(
         checkpoints.c.trial_id == attempt.trial_id, checkpoints.c.attempt == attempt.number
     )
     return transaction.connection.execute(stored.limit(1)).first() is not None
 
 
 def _has_other_node(
-    changes: StateChanges, transaction: Transaction, attempt: Row[Any], config: ExperimentConfig
+    changes: StateChanges, transaction: Transaction, attempt: sa.Row[Any], config: ExperimentConfig
 ) -> bool:
     """Return whether another suitable node is open, or was open a moment ago."""
     connection, machines, now = transaction.connection, changes.machines, time.time()
@@ -283,7 +283,7 @@ def _has_other_node(
 def _is_repeated_end(
     changes: StateChanges,
     transaction: Transaction,
-    attempt: Row[Any],
+    attempt: sa.Row[Any],
     config: ExperimentConfig,
     end: AttemptEnd,
     error: str | None,
@@ -297,7 +297,7 @@ def _is_repeated_end(
         return False
     attempts = tables.attempts
     before = transaction.connection.execute(
-        select(attempts.c.exit, attempts.c.node_id, attempts.c.members).where(
+        sa.select(attempts.c.exit, attempts.c.node_id, attempts.c.members).where(
             attempts.c.trial_id == attempt.trial_id, attempts.c.number == attempt.number - 1
         )
     ).first()
@@ -314,8 +314,8 @@ def _is_repeated_end(
 def _follow_end(
     changes: StateChanges,
     transaction: Transaction,
-    trial: Row[Any],
-    experiment: Row[Any],
+    trial: sa.Row[Any],
+    experiment: sa.Row[Any],
     decision: ExitDecision,
 ) -> None:
     if decision.restarts != trial.restarts:
@@ -358,7 +358,7 @@ def _follow_end(
 
 
 def _end_invalid(
-    changes: StateChanges, transaction: Transaction, trial: Row[Any], decision: ExitDecision
+    changes: StateChanges, transaction: Transaction, trial: sa.Row[Any], decision: ExitDecision
 ) -> None:
     changes.end_trial(
         transaction,
@@ -381,7 +381,7 @@ def _are_newest_invalid(transaction: Transaction, experiment_id: int) -> bool:
     """Return whether the newest ended trials all refused their parameters, up to a limit."""
     trials = tables.trials
     query = (
-        select(trials.c.stop_reason)
+        sa.select(trials.c.stop_reason)
         .where(trials.c.experiment_id == experiment_id, trials.c.ended_at.is_not(None))
         .order_by(trials.c.ended_at.desc())
         .limit(Search.max_invalid_in_a_row)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row
+import sqlalchemy as sa
 
 from paceline._cluster.master.executors import Executor
 from paceline._cluster.master.experiments.attempt_end import (
@@ -55,7 +55,7 @@ class AttemptRunner:
     place: str = ""
 
 
-def runners_of_attempt(attempt: Row[Any]) -> list[AttemptRunner]:
+def runners_of_attempt(attempt: sa.Row[Any]) -> list[AttemptRunner]:
     """Return the runners to watch: a single runner, or the runners of members still at work."""
     members = read_members(attempt)
     return [

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, select
+import sqlalchemy as sa
 
 from paceline._base.journal_records import encode_float
 from paceline._base.process_and_network import LOOPBACK
@@ -128,10 +128,10 @@ class Leases:
             loop.call_later(_TICK_S, self._tick, loop)
 
 
-_ATTEMPT = select(tables.attempts).where(tables.attempts.c.id == bindparam("wanted"))
+_ATTEMPT = sa.select(tables.attempts).where(tables.attempts.c.id == sa.bindparam("wanted"))
 
 
-def read_attempt(connection: Connection, attempt_id: int) -> Row[Any]:
+def read_attempt(connection: sa.Connection, attempt_id: int) -> sa.Row[Any]:
     """Return an attempt's row.
 
     Raises:
@@ -143,20 +143,20 @@ def read_attempt(connection: Connection, attempt_id: int) -> Row[Any]:
     return row
 
 
-def live_attempts(connection: Connection) -> list[Row[Any]]:
+def live_attempts(connection: sa.Connection) -> list[sa.Row[Any]]:
     """Return the attempts to look after; attempts of unmanaged experiments have no runner."""
     attempts, experiments = tables.attempts, tables.experiments
     # Asked of each attempt that is live: a join would begin with the experiments, which are many.
     is_unmanaged = (
-        select(experiments.c.id)
+        sa.select(experiments.c.id)
         .where(experiments.c.id == attempts.c.experiment_id, experiments.c.external_id.is_not(None))
         .exists()
     )
-    query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS), ~is_unmanaged)
+    query = sa.select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS), ~is_unmanaged)
     return list(connection.execute(query.order_by(attempts.c.id)).all())
 
 
-def check_not_over(attempt: Row[Any]) -> None:
+def check_not_over(attempt: sa.Row[Any]) -> None:
     """Refuse requests for an ended attempt; its slots may already belong to another attempt.
 
     Raises:
@@ -173,7 +173,7 @@ _KILLED = (TrialState.STOPPING_KILLED.value, TrialState.STOPPING_ERROR.value)
 _SHUTDOWN_GRACE_S = 5.0
 
 
-def read_control_of(connection: Connection, attempt_id: int) -> AttemptControl:
+def read_control_of(connection: sa.Connection, attempt_id: int) -> AttemptControl:
     """Return the master's control message for an attempt: preemption, kill, operations.
 
     Raises:
@@ -235,9 +235,9 @@ class _PlacedAttempt:
     in `RunInfo`.
     """
 
-    attempt: Row[Any]
-    trial: Row[Any]
-    experiment: Row[Any]
+    attempt: sa.Row[Any]
+    trial: sa.Row[Any]
+    experiment: sa.Row[Any]
     config: ExperimentConfig
     parts: list[tuple[Place, list[int]]]
     member: int
@@ -247,7 +247,7 @@ class _PlacedAttempt:
 
 
 def build_launch(
-    connection: Connection, sources: LaunchSources, attempt_id: int, member: int = 0
+    connection: sa.Connection, sources: LaunchSources, attempt_id: int, member: int = 0
 ) -> Launch:
     """Return the launch data of an attempt for the node of a member.
 
@@ -263,7 +263,7 @@ def build_launch(
 
 
 def _read_placed(
-    connection: Connection, sources: LaunchSources, attempt_id: int, member: int
+    connection: sa.Connection, sources: LaunchSources, attempt_id: int, member: int
 ) -> _PlacedAttempt:
     attempts, trials, experiments = tables.attempts, tables.trials, tables.experiments
     attempt = row_of(connection, attempts, attempt_id)
@@ -284,7 +284,9 @@ def _read_placed(
     )
 
 
-def _spec_of(connection: Connection, sources: LaunchSources, placed: _PlacedAttempt) -> AttemptSpec:
+def _spec_of(
+    connection: sa.Connection, sources: LaunchSources, placed: _PlacedAttempt
+) -> AttemptSpec:
     attempt, trial, config = placed.attempt, placed.trial, placed.config
     environment, parts, member = config.environment, placed.parts, placed.member
     place, slots = parts[member]
@@ -364,13 +366,13 @@ def _run_info_of(cluster_id: str, placed: _PlacedAttempt) -> RunInfo:
     )
 
 
-def has_kept_memory(connection: Connection, attempt: Row[Any]) -> bool:
+def has_kept_memory(connection: sa.Connection, attempt: sa.Row[Any]) -> bool:
     """Return whether the attempt before has left states in memory on a node of this one."""
     return any(_kept_memories(connection, attempt)[0])
 
 
 def _kept_memories(
-    connection: Connection, attempt: Row[Any]
+    connection: sa.Connection, attempt: sa.Row[Any]
 ) -> tuple[list[str], tuple[str, int] | None]:
     """Return of each node the key of the states in memory left by the attempt before, or "".
 
@@ -378,7 +380,7 @@ def _kept_memories(
     newest one that is here, as in `RunInfo.newest_report`.
     """
     attempts, marks = tables.attempts.c, tables.journal_marks.c
-    query = select(tables.attempts).where(
+    query = sa.select(tables.attempts).where(
         attempts.trial_id == attempt.trial_id, attempts.number == attempt.number - 1
     )
     before, members = connection.execute(query).first(), read_members(attempt)
@@ -393,7 +395,7 @@ def _kept_memories(
     first = others[0]
     if ends.get(first.node_id):
         return keys, None
-    query = select(marks.generation, marks.sequence).where(
+    query = sa.select(marks.generation, marks.sequence).where(
         marks.attempt_id == before.id, marks.rank == 0
     )
     newest = connection.execute(query.order_by(marks.generation.desc())).first()

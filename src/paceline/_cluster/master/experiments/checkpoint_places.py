@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, select
+import sqlalchemy as sa
 
 from paceline._base.files import opened_directory
 from paceline._cluster.master.experiments.attempts import checkpoint_root
@@ -147,11 +147,11 @@ def is_same_storage(place: str, other: str) -> bool:
 
 
 def is_own_storage(
-    connection: Connection, experiment_id: int, place: str, *, default_storage: str
+    connection: sa.Connection, experiment_id: int, place: str, *, default_storage: str
 ) -> bool:
     """Return whether an experiment keeps its checkpoints in a storage; a run may use any."""
     experiments = tables.experiments
-    query = select(experiments).where(experiments.c.id == experiment_id)
+    query = sa.select(experiments).where(experiments.c.id == experiment_id)
     experiment = connection.execute(query).first()
     if experiment is None or experiment.external_id is not None:
         return experiment is not None
@@ -159,24 +159,24 @@ def is_own_storage(
     return not own or is_same_storage(place, own)
 
 
-def experiment_place(experiment: Row[Any], default_storage: str) -> str:
+def experiment_place(experiment: sa.Row[Any], default_storage: str) -> str:
     """Return where the checkpoints of an experiment go."""
     return checkpoint_root(config_of(experiment)) or default_storage
 
 
 def checkpoint_place(
-    connection: Connection, row: Row[Any], default_storage: str
+    connection: sa.Connection, row: sa.Row[Any], default_storage: str
 ) -> CheckpointPlace:
     """Return where a checkpoint lies and must lie."""
     return checkpoint_places(connection, row.experiment_id, [row], default_storage)[row.uuid]
 
 
 def checkpoint_places(
-    connection: Connection, experiment_id: int, rows: Sequence[Row[Any]], default_storage: str
+    connection: sa.Connection, experiment_id: int, rows: Sequence[sa.Row[Any]], default_storage: str
 ) -> dict[str, CheckpointPlace]:
     """Return where the checkpoints of an experiment lie and must lie, by their UUIDs."""
     experiments = tables.experiments
-    query = select(experiments).where(experiments.c.id == experiment_id)
+    query = sa.select(experiments).where(experiments.c.id == experiment_id)
     experiment = connection.execute(query).one()
     if experiment.external_id is not None:
         run_dir = experiment.external_path or ""

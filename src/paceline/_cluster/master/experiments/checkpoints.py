@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+import sqlalchemy as sa
 
 from paceline._base.journal_records import (
     CheckpointDeleted,
@@ -53,7 +53,7 @@ def checkpoint_of_source(source: str) -> str | None:
     return source.removeprefix(_CHECKPOINT_URI) if is_checkpoint else None
 
 
-def registered_checkpoints(connection: Connection) -> dict[str, str]:
+def registered_checkpoints(connection: sa.Connection) -> dict[str, str]:
     """Return the checkpoints of registered models, each with a model and version that has it.
 
     Models that the sender of the request does not see have no name.
@@ -61,7 +61,7 @@ def registered_checkpoints(connection: Connection) -> dict[str, str]:
     documents, reach = tables.documents.c, current_reach()
     location = documents.content["location"].as_string()
     columns = documents.parent, documents.name, documents.project_id
-    query = select(location, *columns).where(
+    query = sa.select(location, *columns).where(
         documents.kind == MODEL_VERSION, location.startswith(_CHECKPOINT_URI)
     )
     sees = None if reach is None else reach.sees
@@ -139,7 +139,7 @@ def _refusing_damaged(uuid: str) -> Iterator[None]:
         ) from error
 
 
-def note_deleted_files(connection: Connection, uuid: str, resources: Mapping[str, int]) -> None:
+def note_deleted_files(connection: sa.Connection, uuid: str, resources: Mapping[str, int]) -> None:
     """Store the remaining files of a checkpoint; without any, its state becomes deleted."""
     checkpoints = tables.checkpoints
     if not resources:
@@ -151,20 +151,20 @@ def note_deleted_files(connection: Connection, uuid: str, resources: Mapping[str
             "size": sum(resources.values()),
         }
     connection.execute(
-        update(checkpoints)
+        sa.update(checkpoints)
         .where(checkpoints.c.uuid == uuid, checkpoints.c.state != CheckpointState.DELETED.value)
         .values(**values)
     )
 
 
-def is_checkpoint_gone(connection: Connection, uuid: str, calls: StorageCalls) -> bool:
+def is_checkpoint_gone(connection: sa.Connection, uuid: str, calls: StorageCalls) -> bool:
     """Return whether the files of a checkpoint in a directory are gone.
 
     A directory with nothing in it may not be mounted, which says nothing; neither does
     one that does not answer.
     """
     checkpoints = tables.checkpoints
-    query = select(checkpoints.c.storage).where(checkpoints.c.uuid == uuid)
+    query = sa.select(checkpoints.c.storage).where(checkpoints.c.uuid == uuid)
     place = connection.execute(query).scalar()
     if place is None or "://" in place:
         return False
@@ -181,7 +181,7 @@ def is_checkpoint_gone(connection: Connection, uuid: str, calls: StorageCalls) -
 
 
 def store_checkpoint(
-    changes: StateChanges, transaction: Transaction, attempt: Row[Any], record: CheckpointStored
+    changes: StateChanges, transaction: Transaction, attempt: sa.Row[Any], record: CheckpointStored
 ) -> None:
     """Store a checkpoint of an attempt; an already stored checkpoint stays unchanged.
 
@@ -191,7 +191,7 @@ def store_checkpoint(
     checkpoints, connection = tables.checkpoints, transaction.connection
     _check_names(record)
     check_owner(connection, attempt, record.uuid)
-    known = select(checkpoints.c.uuid).where(checkpoints.c.uuid == record.uuid)
+    known = sa.select(checkpoints.c.uuid).where(checkpoints.c.uuid == record.uuid)
     # Records may come twice, and a known checkpoint may have been deleted since.
     if connection.execute(known).first() is not None:
         return
@@ -201,14 +201,14 @@ def store_checkpoint(
     if config.deletes_while_running and experiment.retention_done:
         experiments = tables.experiments
         is_this = experiments.c.id == attempt.experiment_id
-        connection.execute(update(experiments).where(is_this).values(retention_done=False))
+        connection.execute(sa.update(experiments).where(is_this).values(retention_done=False))
         transaction.after_commit(changes.wakeups.wake)
     own = experiment_place(experiment, changes.default_storage)
     if experiment.external_id is None and own and not is_same_storage(record.storage, own):
         _warn_other_storage(changes, transaction, attempt, record)
     step = record.steps_completed
     connection.execute(
-        insert(checkpoints).values(
+        sa.insert(checkpoints).values(
             uuid=record.uuid,
             trial_id=attempt.trial_id,
             experiment_id=attempt.experiment_id,
@@ -235,7 +235,7 @@ def store_checkpoint(
     )
 
 
-def check_owner(connection: Connection, attempt: Row[Any], uuid: str) -> None:
+def check_owner(connection: sa.Connection, attempt: sa.Row[Any], uuid: str) -> None:
     """Refuse the UUID of another trial's checkpoint.
 
     A process that sees a new checkpoint in a storage could name it before its own trial does.
@@ -266,11 +266,11 @@ def _check_names(record: CheckpointStored) -> None:
 
 
 def _warn_other_storage(
-    changes: StateChanges, transaction: Transaction, attempt: Row[Any], record: CheckpointStored
+    changes: StateChanges, transaction: Transaction, attempt: sa.Row[Any], record: CheckpointStored
 ) -> None:
     """Warn in the log, once per trial and storage, about checkpoints stored elsewhere."""
     checkpoints = tables.checkpoints.c
-    earlier = select(checkpoints.uuid).where(
+    earlier = sa.select(checkpoints.uuid).where(
         checkpoints.trial_id == attempt.trial_id, checkpoints.storage == record.storage
     )
     if transaction.connection.execute(earlier.limit(1)).first() is None:
@@ -286,23 +286,25 @@ def _warn_other_storage(
 
 
 def take_checkpoint_deletion(
-    connection: Connection, attempt: Row[Any], record: CheckpointDeleted | CheckpointFilesDeleted
+    connection: sa.Connection,
+    attempt: sa.Row[Any],
+    record: CheckpointDeleted | CheckpointFilesDeleted,
 ) -> None:
     """Store the deletion of checkpoint files by an attempt, for checkpoints of its own trial."""
     checkpoints = tables.checkpoints.c
-    query = select(checkpoints.trial_id).where(checkpoints.uuid == record.uuid)
+    query = sa.select(checkpoints.trial_id).where(checkpoints.uuid == record.uuid)
     if connection.execute(query).scalar() == attempt.trial_id:
         left = {} if isinstance(record, CheckpointDeleted) else record.resources
         note_deleted_files(connection, record.uuid, left)
 
 
 def latest_checkpoint(
-    connection: Connection, trial_id: int, being_deleted: Collection[str] = ()
+    connection: sa.Connection, trial_id: int, being_deleted: Collection[str] = ()
 ) -> tuple[str, int] | None:
     """Return UUID and step of a trial's newest complete checkpoint not being deleted."""
     checkpoints = tables.checkpoints
     row = connection.execute(
-        select(checkpoints.c.uuid, checkpoints.c.steps_completed)
+        sa.select(checkpoints.c.uuid, checkpoints.c.steps_completed)
         .where(
             checkpoints.c.trial_id == trial_id,
             checkpoints.c.state == CheckpointState.COMPLETED.value,
@@ -342,7 +344,7 @@ def usable_checkpoint(
     return latest
 
 
-def check_checkpoint(connection: Connection, uuid: str, being_deleted: Collection[str]) -> None:
+def check_checkpoint(connection: sa.Connection, uuid: str, being_deleted: Collection[str]) -> None:
     """Check a source checkpoint: known, not deleted, and not being deleted.
 
     Raises:
@@ -350,7 +352,7 @@ def check_checkpoint(connection: Connection, uuid: str, being_deleted: Collectio
     """
     checkpoints = tables.checkpoints
     state = connection.execute(
-        select(checkpoints.c.state).where(checkpoints.c.uuid == uuid)
+        sa.select(checkpoints.c.state).where(checkpoints.c.uuid == uuid)
     ).scalar()
     found = None
     if state is None:
@@ -376,7 +378,7 @@ class _NotOursError(Exception):
 
 
 def remove_unknown_checkpoints(
-    database: Database, experiment: Row[Any], place: str, since_s: float
+    database: Database, experiment: sa.Row[Any], place: str, since_s: float
 ) -> None:
     """Remove unrecorded checkpoints of an ended experiment, stored while an attempt was killed.
 
@@ -401,7 +403,7 @@ def remove_unknown_checkpoints(
     with database.read() as connection:
         cluster_id = read_cluster_id(connection)
         ended = connection.execute(
-            select(attempts.trial_id, attempts.number).where(
+            sa.select(attempts.trial_id, attempts.number).where(
                 attempts.experiment_id == experiment.id,
                 attempts.state == AttemptState.ENDED.value,
             )
@@ -451,6 +453,6 @@ def _unknown(database: Database, names: Sequence[str]) -> Iterator[str]:
     for start in range(0, len(names), _LOOKED_UP_AT_ONCE):
         some = names[start : start + _LOOKED_UP_AT_ONCE]
         with database.read() as connection:
-            query = select(checkpoints.uuid).where(checkpoints.uuid.in_(some))
+            query = sa.select(checkpoints.uuid).where(checkpoints.uuid.in_(some))
             known = set(connection.execute(query).scalars())
         yield from (name for name in some if name not in known)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+import sqlalchemy as sa
 
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.store import tables, user_tables
@@ -21,7 +21,7 @@ ALL_PROJECTS = 0
 _documents, _projects = tables.documents, user_tables.projects
 
 
-def read_rules(connection: Connection, project_id: int) -> list[Rule]:
+def read_rules(connection: sa.Connection, project_id: int) -> list[Rule]:
     """Return the rules for experiments of a project, those for all projects first.
 
     Args:
@@ -31,11 +31,11 @@ def read_rules(connection: Connection, project_id: int) -> list[Rule]:
     Raises:
         NotFoundError: It was deleted meanwhile.
     """
-    project = connection.scalar(select(_projects.c.name).where(_projects.c.id == project_id))
+    project = connection.scalar(sa.select(_projects.c.name).where(_projects.c.id == project_id))
     if project is None and project_id != DEFAULT_PROJECT:
         raise NotFoundError("There is no such project any more.")
     columns = _documents.c
-    query = select(columns.kind, columns.name, columns.project_id, columns.content).where(
+    query = sa.select(columns.kind, columns.name, columns.project_id, columns.content).where(
         columns.kind.in_(KINDS), columns.parent.in_([str(ALL_PROJECTS), str(project_id)])
     )
     return [
@@ -45,7 +45,7 @@ def read_rules(connection: Connection, project_id: int) -> list[Rule]:
 
 
 def fill_new_config(
-    connection: Connection, project_id: int, config: dict[str, Any], template: str | None = None
+    connection: sa.Connection, project_id: int, config: dict[str, Any], template: str | None = None
 ) -> dict[str, Any]:
     """Return a config with its open fields taken from templates and policies.
 
@@ -55,7 +55,7 @@ def fill_new_config(
     return fill_config(config_layers(read_rules(connection, project_id), template), config)
 
 
-def check_new_config(connection: Connection, project_id: int, config: ExperimentConfig) -> None:
+def check_new_config(connection: sa.Connection, project_id: int, config: ExperimentConfig) -> None:
     """Refuse a config against the policies of its project.
 
     Raises:
@@ -66,8 +66,8 @@ def check_new_config(connection: Connection, project_id: int, config: Experiment
 
 
 def check_changed_config(
-    connection: Connection,
-    row: Row[Any],
+    connection: sa.Connection,
+    row: sa.Row[Any],
     *,
     config: ExperimentConfig | None = None,
     is_reopened: bool = False,
@@ -104,7 +104,7 @@ def check_changed_config(
         raise ConfigError(problems)
 
 
-def _told(row: Row[Any], config: ExperimentConfig, changed: dict[str, Any]) -> dict[str, Any]:
+def _told(row: sa.Row[Any], config: ExperimentConfig, changed: dict[str, Any]) -> dict[str, Any]:
     """Return a config with what the experiment has in place of it."""
     values = {**row._mapping, **changed}
     told = config.to_json()

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, select
+import sqlalchemy as sa
 
 from paceline import faults
 from paceline._cluster.master.experiments.checkpoint_places import (
@@ -73,7 +73,7 @@ class Leftovers:
     checkpoints: dict[str, CheckpointPlace]
 
 
-def loss_of(connection: Connection, experiment_id: int) -> Loss:
+def loss_of(connection: sa.Connection, experiment_id: int) -> Loss:
     """Return the data removed by deleting an experiment.
 
     Raises:
@@ -108,9 +108,9 @@ def delete_experiment(
     if obstacle is not None:
         raise RefusedError("not_deletable", obstacle)
     trials = tables.trials.c
-    ids = select(trials.id).where(trials.experiment_id == experiment_id)
+    ids = sa.select(trials.id).where(trials.experiment_id == experiment_id)
     attempts = tables.attempts.c
-    attempt_ids = select(attempts.id).where(attempts.experiment_id == experiment_id)
+    attempt_ids = sa.select(attempts.id).where(attempts.experiment_id == experiment_id)
     leftovers = Leftovers(
         experiment_id=experiment_id,
         trial_ids=tuple(connection.execute(ids).scalars()),
@@ -133,18 +133,18 @@ def delete_experiment(
     return leftovers
 
 
-def _delete_rows(connection: Connection, experiment_id: int, trial_ids: Any) -> None:
+def _delete_rows(connection: sa.Connection, experiment_id: int, trial_ids: Any) -> None:
     series, attempts = tables.series, tables.attempts
-    series_ids = select(series.c.id).where(series.c.trial_id.in_(trial_ids))
-    attempt_ids = select(attempts.c.id).where(attempts.c.experiment_id == experiment_id)
-    used = select(attempts.c.environment).where(
+    series_ids = sa.select(series.c.id).where(series.c.trial_id.in_(trial_ids))
+    attempt_ids = sa.select(attempts.c.id).where(attempts.c.experiment_id == experiment_id)
+    used = sa.select(attempts.c.environment).where(
         attempts.c.experiment_id == experiment_id, attempts.c.environment.is_not(None)
     )
     environments = set(connection.execute(used.distinct()).scalars())
-    connection.execute(delete(tables.chunks).where(tables.chunks.c.series_id.in_(series_ids)))
-    connection.execute(delete(series).where(series.c.trial_id.in_(trial_ids)))
+    connection.execute(sa.delete(tables.chunks).where(tables.chunks.c.series_id.in_(series_ids)))
+    connection.execute(sa.delete(series).where(series.c.trial_id.in_(trial_ids)))
     for marks in (tables.journal_marks, tables.time_marks):
-        connection.execute(delete(marks).where(marks.c.attempt_id.in_(attempt_ids)))
+        connection.execute(sa.delete(marks).where(marks.c.attempt_id.in_(attempt_ids)))
     # Trials and the experiment itself come last: the others refer to them.
     for table in (
         attempts,
@@ -158,13 +158,13 @@ def _delete_rows(connection: Connection, experiment_id: int, trial_ids: Any) -> 
         tables.documents,
         tables.trials,
     ):
-        connection.execute(delete(table).where(table.c.experiment_id == experiment_id))
+        connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id))
     experiments = tables.experiments
-    connection.execute(delete(experiments).where(experiments.c.id == experiment_id))
+    connection.execute(sa.delete(experiments).where(experiments.c.id == experiment_id))
     drop_unused_environments(connection, environments)
 
 
-def obstacle_to_deletion(row: Row[Any], users: Mapping[int, str]) -> str | None:
+def obstacle_to_deletion(row: sa.Row[Any], users: Mapping[int, str]) -> str | None:
     """Return why an experiment must not be deleted, None if it may be.
 
     Args:
@@ -186,15 +186,15 @@ def obstacle_to_deletion(row: Row[Any], users: Mapping[int, str]) -> str | None:
     return None
 
 
-def checkpoint_users(connection: Connection) -> dict[int, str]:
+def checkpoint_users(connection: sa.Connection) -> dict[int, str]:
     """Return outside users of an experiment's checkpoints, with a hint, by experiment."""
     checkpoints, trials, attempts = tables.checkpoints.c, tables.trials.c, tables.attempts.c
-    started = select(checkpoints.experiment_id, trials.id).where(
+    started = sa.select(checkpoints.experiment_id, trials.id).where(
         trials.source_checkpoint == checkpoints.uuid,
         trials.state.in_(LIVE_TRIALS),
         trials.experiment_id != checkpoints.experiment_id,
     )
-    resumed = select(checkpoints.experiment_id, trials.id).where(
+    resumed = sa.select(checkpoints.experiment_id, trials.id).where(
         attempts.resumed_from == checkpoints.uuid,
         attempts.state.in_(LIVE_ATTEMPTS),
         attempts.trial_id == trials.id,
@@ -202,7 +202,7 @@ def checkpoint_users(connection: Connection) -> dict[int, str]:
         trials.experiment_id != checkpoints.experiment_id,
     )
     models = registered_checkpoints(connection)
-    owners = select(checkpoints.uuid, checkpoints.experiment_id).where(
+    owners = sa.select(checkpoints.uuid, checkpoints.experiment_id).where(
         checkpoints.uuid.in_(many_ids())
     )
     found = {
@@ -218,14 +218,14 @@ def checkpoint_users(connection: Connection) -> dict[int, str]:
     return found
 
 
-def _checkpoints_to_delete(connection: Connection, row: Row[Any]) -> list[Row[Any]]:
+def _checkpoints_to_delete(connection: sa.Connection, row: sa.Row[Any]) -> list[sa.Row[Any]]:
     """Return the checkpoints with files owned by the master; none for an unmanaged run."""
     if row.external_id is not None:
         return []
     checkpoints = tables.checkpoints
     return list(
         connection.execute(
-            select(checkpoints).where(
+            sa.select(checkpoints).where(
                 checkpoints.c.experiment_id == row.id,
                 checkpoints.c.state != CheckpointState.DELETED.value,
             )
@@ -233,7 +233,7 @@ def _checkpoints_to_delete(connection: Connection, row: Row[Any]) -> list[Row[An
     )
 
 
-def _note_leftovers(connection: Connection, leftovers: Leftovers, row: Row[Any]) -> None:
+def _note_leftovers(connection: sa.Connection, leftovers: Leftovers, row: sa.Row[Any]) -> None:
     """Note the files left to remove, for the next start of a master killed before."""
     content = {
         "trial_ids": leftovers.trial_ids,
@@ -273,7 +273,7 @@ class FileRemoval:
     def finish(self) -> None:
         """Remove the files left by a master killed in the middle of a deletion."""
         with self._database.read() as connection:
-            query = select(_documents.c.name, _documents.c.content)
+            query = sa.select(_documents.c.name, _documents.c.content)
             rows = connection.execute(query.where(_documents.c.kind == _KIND)).all()
         for name, content in rows:
             leftovers = Leftovers(
@@ -310,7 +310,7 @@ class FileRemoval:
                 left.append(str(error))
         noted = (_documents.c.kind == _KIND, _documents.c.name == str(leftovers.experiment_id))
         with acting(None):
-            forget = delete(_documents).where(*noted)
+            forget = sa.delete(_documents).where(*noted)
             self._database.write(lambda made: made.connection.execute(forget)).result()
         return left
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, Row, select, update
+import sqlalchemy as sa
 
 from paceline import faults
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
@@ -191,7 +191,9 @@ class Commands:
         answer = Proposed(request_id=ask_id, hparams=hparams, by=given.by, why=given.why)
         self._changes.search_operations.apply_input(transaction, experiment_id, answer)
 
-    def _open_search(self, transaction: Transaction, experiment_id: int) -> tuple[Row[Any], Search]:
+    def _open_search(
+        self, transaction: Transaction, experiment_id: int
+    ) -> tuple[sa.Row[Any], Search]:
         row = self._managed(transaction, experiment_id)
         search = self._changes.searches.peek(transaction, experiment_id)
         if not takes_inputs(row) or search is None:
@@ -376,7 +378,7 @@ class Commands:
         else:
             check_changed_config(transaction.connection, row, is_reopened=True)
         trials = tables.trials
-        query = select(trials).where(trials.c.experiment_id == experiment_id)
+        query = sa.select(trials).where(trials.c.experiment_id == experiment_id)
         if searcher.name != "single":
             query = query.where(trials.c.state != TrialState.COMPLETED.value)
         reopened = list(transaction.connection.execute(query.order_by(trials.c.id)))
@@ -413,7 +415,7 @@ class Commands:
     def _continue_search(
         self,
         transaction: Transaction,
-        row: Row[Any],
+        row: sa.Row[Any],
         overrides: dict[str, Any],
         limits: dict[str, Any],
     ) -> None:
@@ -461,7 +463,7 @@ class Commands:
     def _override(
         self,
         transaction: Transaction,
-        experiment: Row[Any],
+        experiment: sa.Row[Any],
         overrides: dict[str, Any],
     ) -> None:
         merged = overridden_config(experiment, overrides)
@@ -476,13 +478,13 @@ class Commands:
         update_experiment(transaction.connection, experiment.id, config=config)
         if merged.searcher.length is not None:
             transaction.connection.execute(
-                update(tables.trials)
+                sa.update(tables.trials)
                 .where(tables.trials.c.experiment_id == experiment.id)
                 .values(target_length=merged.searcher.length)
             )
 
     def _reveal(
-        self, connection: Connection, config: ExperimentConfig, secrets_from: int | None
+        self, connection: sa.Connection, config: ExperimentConfig, secrets_from: int | None
     ) -> dict[str, Any]:
         """Return a resolved configuration with all values, also those of another experiment."""
         if secrets_from is None:
@@ -494,7 +496,7 @@ class Commands:
     def _state(self, transaction: Transaction, experiment_id: int) -> ExperimentState:
         return ExperimentState(self._managed(transaction, experiment_id).state)
 
-    def _managed(self, transaction: Transaction, experiment_id: int) -> Row[Any]:
+    def _managed(self, transaction: Transaction, experiment_id: int) -> sa.Row[Any]:
         """Return the row of an experiment run by this master; refuse unmanaged experiments."""
         row = self._changes.experiment(transaction.connection, experiment_id)
         if row.external_id is not None:
@@ -512,7 +514,7 @@ class Commands:
         self._changes.stop_experiment(transaction, experiment_id, state)
         self._changes.end_experiment_if_done(transaction, experiment_id)
 
-    def _settle_source(self, connection: Connection, searcher: dict[str, Any]) -> int | None:
+    def _settle_source(self, connection: sa.Connection, searcher: dict[str, Any]) -> int | None:
         """Replace a source trial by its latest checkpoint, and return the trial's id, or None."""
         trial_id: int | None = searcher.get("source_trial_id")
         uuid = searcher.get("source_checkpoint_uuid")
@@ -525,7 +527,7 @@ class Commands:
             check_checkpoint(connection, uuid, self._changes.being_deleted)
         return trial_id
 
-    def _latest_of(self, connection: Connection, trial_id: int) -> str:
+    def _latest_of(self, connection: sa.Connection, trial_id: int) -> str:
         self._changes.trial(connection, trial_id)
         found = latest_checkpoint(connection, trial_id, self._changes.being_deleted)
         if found is None:

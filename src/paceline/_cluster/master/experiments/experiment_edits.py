@@ -6,7 +6,7 @@ Earlier versions of an experiment's notes: who saved them, and when.
 import hashlib
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, select
+import sqlalchemy as sa
 
 from paceline._cluster.master.experiments.attempts import checkpoint_root
 from paceline._cluster.master.experiments.config_rules import check_changed_config
@@ -33,7 +33,9 @@ _MOST_VERSIONS = 50
 _documents = tables.documents
 
 
-def add_notes_version(connection: Connection, experiment_id: int, before: str, text: str) -> None:
+def add_notes_version(
+    connection: sa.Connection, experiment_id: int, before: str, text: str
+) -> None:
     """Store the notes of an edit, and the notes before the first edit; the newest 50 stay."""
     if before == text:
         return
@@ -47,12 +49,12 @@ def add_notes_version(connection: Connection, experiment_id: int, before: str, t
     _store(connection, experiment_id, number, text, user=current_user())
     of_notes = (_documents.c.kind == _KIND, _documents.c.parent == str(experiment_id))
     last = f"{max(number - _MOST_VERSIONS, 0):09}"
-    connection.execute(delete(_documents).where(*of_notes, _documents.c.name <= last))
+    connection.execute(sa.delete(_documents).where(*of_notes, _documents.c.name <= last))
 
 
-def read_notes_history(connection: Connection, experiment_id: int) -> list[dict[str, Any]]:
+def read_notes_history(connection: sa.Connection, experiment_id: int) -> list[dict[str, Any]]:
     """Return the stored versions, the newest first: number, text, user and time of each."""
-    query = select(_documents.c.content, _documents.c.created_at).where(
+    query = sa.select(_documents.c.content, _documents.c.created_at).where(
         _documents.c.kind == _KIND, _documents.c.parent == str(experiment_id)
     )
     rows = connection.execute(query.order_by(_documents.c.name.desc()))
@@ -60,7 +62,7 @@ def read_notes_history(connection: Connection, experiment_id: int) -> list[dict[
 
 
 def _store(
-    connection: Connection, experiment_id: int, number: int, text: str, user: str | None
+    connection: sa.Connection, experiment_id: int, number: int, text: str, user: str | None
 ) -> None:
     parent, name = str(experiment_id), f"{number:09}"
     content = {"number": number, "text": text, "user": user}
@@ -157,7 +159,7 @@ def move_experiment(
         if trial.pool == _experiment_pool(row) and trial.experiment_id != experiment_id
     ]
     experiments = tables.experiments
-    query = select(experiments.c.id, experiments.c.queue_place).where(
+    query = sa.select(experiments.c.id, experiments.c.queue_place).where(
         experiments.c.queue_place.is_not(None),
         experiments.c.state.in_([ExperimentState.ACTIVE.value, ExperimentState.PAUSED.value]),
     )
@@ -201,7 +203,7 @@ def set_archived(transaction: Transaction, experiment_id: int, *, is_archived: b
         _change_experiment(transaction, experiment_id, {"is_archived": is_archived})
 
 
-def _check_waits(row: Row[Any]) -> None:
+def _check_waits(row: sa.Row[Any]) -> None:
     """Refuse queue changes for an unmanaged, stopping or ended experiment."""
     state = ExperimentState(row.state)
     if row.external_id is None and not (state.is_terminal or state.is_stopping):
@@ -215,7 +217,7 @@ def _check_waits(row: Row[Any]) -> None:
     )
 
 
-def _check_max_slots(row: Row[Any], max_slots: int) -> None:
+def _check_max_slots(row: sa.Row[Any], max_slots: int) -> None:
     needed = config_of(row).resources.fewest_slots
     if max_slots < needed:
         raise RefusedError(
@@ -225,7 +227,7 @@ def _check_max_slots(row: Row[Any], max_slots: int) -> None:
         )
 
 
-def _check_together(row: Row[Any], other: Row[Any]) -> None:
+def _check_together(row: sa.Row[Any], other: sa.Row[Any]) -> None:
     if row.id == other.id:
         raise RefusedError(
             "same_experiment", f"Experiment {row.id} cannot go ahead of or behind itself."
@@ -238,7 +240,7 @@ def _check_together(row: Row[Any], other: Row[Any]) -> None:
         )
 
 
-def _experiment_pool(row: Row[Any]) -> str:
+def _experiment_pool(row: sa.Row[Any]) -> str:
     return config_of(row).resources.pool or DEFAULT_POOL
 
 
@@ -247,7 +249,7 @@ def _place_in_queue(trial: Waiting, places: dict[int, float]) -> float:
 
 
 def _ends_of_queue(
-    connection: Connection, other: Row[Any], waiting: list[Waiting], places: dict[int, float]
+    connection: sa.Connection, other: sa.Row[Any], waiting: list[Waiting], places: dict[int, float]
 ) -> tuple[float, float]:
     """Return the first and last queue places of an experiment's waiting trials."""
     if other.id in places:
@@ -256,7 +258,7 @@ def _ends_of_queue(
     if not ids:
         # None waits now; the next one does so where those are that run.
         trials = tables.trials.c
-        query = select(trials.id).where(
+        query = sa.select(trials.id).where(
             trials.experiment_id == other.id, trials.state == TrialState.ACTIVE.value
         )
         ids = list(connection.execute(query).scalars())
@@ -275,7 +277,7 @@ def _change_experiment(
 
 
 def continued_trial_config(
-    parent: Row[Any], trial: Row[Any], overrides: dict[str, Any]
+    parent: sa.Row[Any], trial: sa.Row[Any], overrides: dict[str, Any]
 ) -> ExperimentConfig:
     """Return the config of a `single` experiment for continuing a trial.
 
@@ -308,7 +310,7 @@ def continued_trial_config(
     return validate_config(merge_configs(config, overrides))
 
 
-def overridden_config(experiment: Row[Any], overrides: dict[str, Any]) -> ExperimentConfig:
+def overridden_config(experiment: sa.Row[Any], overrides: dict[str, Any]) -> ExperimentConfig:
     """Return the config of a continued experiment after applying overrides.
 
     Raises:
@@ -349,7 +351,7 @@ def _as_constants(space: dict[str, Any], hparams: dict[str, Any]) -> dict[str, A
     return fixed
 
 
-def check_ended(experiment: Row[Any]) -> None:
+def check_ended(experiment: sa.Row[Any]) -> None:
     """Refuse an experiment with live trials."""
     if not ExperimentState(experiment.state).is_terminal:
         raise RefusedError(
@@ -358,7 +360,7 @@ def check_ended(experiment: Row[Any]) -> None:
         )
 
 
-def check_can_reopen(experiment: Row[Any], searcher: Searcher) -> None:
+def check_can_reopen(experiment: sa.Row[Any], searcher: Searcher) -> None:
     """Refuse an experiment that has not ended, or with a search that cannot be reopened."""
     check_ended(experiment)
     if not searcher.can_reopen:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+import sqlalchemy as sa
 
 from paceline._base.journal_records import StoreChecked
 from paceline._cluster.master.store import tables
@@ -38,7 +38,7 @@ class FailingStores:
         self._failures: dict[tuple[int, int], _Failure] = {}
         self._num_failed: Counter[tuple[int, str]] = Counter()
 
-    def note(self, attempt: Row[Any], rank: int, record: StoreChecked) -> None:
+    def note(self, attempt: sa.Row[Any], rank: int, record: StoreChecked) -> None:
         """Record a rank's report about its storage; no reason means working again."""
         with self._lock:
             if record.reason is None:
@@ -69,7 +69,7 @@ class FailingStores:
             return dict(self._num_failed)
 
     def describe(
-        self, connection: Connection, is_own: Callable[[Connection, int, str], bool]
+        self, connection: sa.Connection, is_own: Callable[[sa.Connection, int, str], bool]
     ) -> list[str]:
         """Return a sentence for each storage and experiment.
 
@@ -92,14 +92,14 @@ def _one_line(text: str) -> str:
     return line if len(line) <= _MAX_TEXT else f"{line[:_MAX_TEXT]}..."
 
 
-def _waiting_trial_failures(connection: Connection) -> list[_Failure]:
+def _waiting_trial_failures(connection: sa.Connection) -> list[_Failure]:
     """Return the failures of trials last ended by a storage without an answer.
 
     The next attempt reports its own findings, but not in its first moments.
     """
     trials, attempts = tables.trials.c, tables.attempts.c
     query = (
-        select(
+        sa.select(
             attempts.experiment_id,
             attempts.trial_id,
             attempts.number,

@@ -9,7 +9,7 @@ from itertools import groupby, takewhile
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, Row, exists, or_, select
+import sqlalchemy as sa
 
 from paceline._cluster.master.experiments.state_decisions import INVALID_HP
 from paceline._cluster.master.scheduling.pools import NodeSlots
@@ -71,19 +71,19 @@ def is_failed_start(exit_: dict[str, Any]) -> bool:
     return bool(exit_["reason"] == ExitReason.START_FAILED.value and not is_transient)
 
 
-def failed_attempt_nodes(connection: Connection) -> dict[int, frozenset[int]]:
+def failed_attempt_nodes(connection: sa.Connection) -> dict[int, frozenset[int]]:
     """Return the nodes of the latest consecutive failures, for each waiting trial with any.
 
     An attempt that stored a checkpoint ends the row, as its node is good for the trial. So does an
     attempt on several nodes: any of them may be the cause.
     """
     trials, attempts, checkpoints = tables.trials.c, tables.attempts.c, tables.checkpoints.c
-    running = select(attempts.trial_id).where(attempts.state.in_(LIVE_ATTEMPTS))
-    has_stored = exists().where(
+    running = sa.select(attempts.trial_id).where(attempts.state.in_(LIVE_ATTEMPTS))
+    has_stored = sa.exists().where(
         checkpoints.trial_id == attempts.trial_id, checkpoints.attempt == attempts.number
     )
     query = (
-        select(
+        sa.select(
             attempts.trial_id,
             attempts.exit,
             attempts.node_id,
@@ -94,7 +94,7 @@ def failed_attempt_nodes(connection: Connection) -> dict[int, frozenset[int]]:
         .join(tables.trials, trials.id == attempts.trial_id)
         .where(
             trials.state == TrialState.ACTIVE.value,
-            or_(trials.restarts > 0, trials.retries > 0),
+            sa.or_(trials.restarts > 0, trials.retries > 0),
             trials.id.not_in(running),
         )
         .order_by(attempts.trial_id, attempts.number.desc())
@@ -121,7 +121,7 @@ def find_log_hits(
     return found
 
 
-def log_hit(attempt: Row[Any], action: str) -> str | None:
+def log_hit(attempt: sa.Row[Any], action: str) -> str | None:
     """Return the line of an attempt's output for which a log policy has an action, if any."""
     for hit in (attempt.log_hits or {}).values():
         if hit["action"] == action:
@@ -129,11 +129,11 @@ def log_hit(attempt: Row[Any], action: str) -> str | None:
     return None
 
 
-def excluded_nodes(connection: Connection) -> dict[int, frozenset[int]]:
+def excluded_nodes(connection: sa.Connection) -> dict[int, frozenset[int]]:
     """Return the nodes that log policies exclude for trials."""
     trials, attempts = tables.trials.c, tables.attempts.c
     query = (
-        select(attempts.trial_id, attempts.log_hits)
+        sa.select(attempts.trial_id, attempts.log_hits)
         .join(tables.trials, trials.id == attempts.trial_id)
         .where(trials.state == TrialState.ACTIVE.value, attempts.log_hits.is_not(None))
     )
@@ -144,7 +144,7 @@ def excluded_nodes(connection: Connection) -> dict[int, frozenset[int]]:
     return found
 
 
-def _has_failed_on_its_node(row: Row[Any]) -> bool:
+def _has_failed_on_its_node(row: sa.Row[Any]) -> bool:
     if row.exit is None or row.members is not None or row.run_attempt is not None:
         return False
     if row.exit.get("store") is not None:
@@ -257,7 +257,7 @@ def is_store_failure(exit_: dict[str, Any]) -> bool:
 
 
 def num_in_a_row(
-    connection: Connection,
+    connection: sa.Connection,
     trial_id: int,
     has_ended_so: Callable[[dict[str, Any]], bool],
     limit: int,
@@ -267,11 +267,11 @@ def num_in_a_row(
     An attempt that stored a checkpoint is the first of a row: the earlier obstacle has passed.
     """
     attempts, checkpoints = tables.attempts, tables.checkpoints
-    has_stored = exists().where(
+    has_stored = sa.exists().where(
         checkpoints.c.trial_id == trial_id, checkpoints.c.attempt == attempts.c.number
     )
     query = (
-        select(attempts.c.exit, has_stored.label("has_stored"))
+        sa.select(attempts.c.exit, has_stored.label("has_stored"))
         .where(attempts.c.trial_id == trial_id, attempts.c.exit.is_not(None))
         .order_by(attempts.c.number.desc())
         .limit(limit)
@@ -293,7 +293,7 @@ def start_delay_after(num_shortages: int) -> float:
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(num_shortages - 1, 10))
 
 
-def nodes_in_start_delay(connection: Connection, now: float) -> dict[int, float]:
+def nodes_in_start_delay(connection: sa.Connection, now: float) -> dict[int, float]:
     """Return the nodes resting after recent transient start failures, with the ends of the rests.
 
     A shortage on a node, such as a full disk, would hit the next attempt as well,
@@ -313,7 +313,7 @@ def nodes_in_start_delay(connection: Connection, now: float) -> dict[int, float]
     return resting
 
 
-def trials_in_start_delay(connection: Connection, now: float) -> dict[int, float]:
+def trials_in_start_delay(connection: sa.Connection, now: float) -> dict[int, float]:
     """Return the trials resting after repeated losses or failures, with the ends of the rests.
 
     After its first failure a trial is tried again at once, unless its nodes did not come together
@@ -332,10 +332,10 @@ def trials_in_start_delay(connection: Connection, now: float) -> dict[int, float
 
 
 def _failed_lately(
-    connection: Connection, now: float, has_ended_so: Callable[[dict[str, Any]], bool]
+    connection: sa.Connection, now: float, has_ended_so: Callable[[dict[str, Any]], bool]
 ) -> list[Any]:
     attempts = tables.attempts.c
-    query = select(
+    query = sa.select(
         attempts.trial_id, attempts.node_id, attempts.members, attempts.ended_at, attempts.exit
     ).where(
         attempts.ended_at > now - _LONGEST_PAUSE_S,
@@ -353,11 +353,11 @@ def _exits_by_node(attempt: Any) -> dict[int, dict[str, Any] | None]:
     return {member["node_id"]: member["exit"] for member in attempt.members}
 
 
-def _node_rests_until(connection: Connection, now: float, node_id: int) -> float:
+def _node_rests_until(connection: sa.Connection, now: float, node_id: int) -> float:
     attempts = tables.attempts.c
     is_own = attempts.node_id.is_(None) if node_id == LOCAL_NODE else attempts.node_id == node_id
     query = (
-        select(attempts.node_id, attempts.members, attempts.ended_at, attempts.exit)
+        sa.select(attempts.node_id, attempts.members, attempts.ended_at, attempts.exit)
         .where(
             # An attempt on several nodes counts at the node of rank 0.
             is_own | attempts.members.is_not(None),
@@ -383,25 +383,25 @@ def _node_rests_until(connection: Connection, now: float, node_id: int) -> float
     return last + start_delay_after(num_shortages) if last <= now else 0.0
 
 
-def counted_trial_states(connection: Connection, experiment_id: int) -> set[TrialState]:
+def counted_trial_states(connection: sa.Connection, experiment_id: int) -> set[TrialState]:
     """Return the states of the trials, except trials with refused hyperparameters."""
     trials = tables.trials.c
-    query = select(trials.state).where(
+    query = sa.select(trials.state).where(
         trials.experiment_id == experiment_id,
-        or_(trials.stop_reason.is_(None), trials.stop_reason != INVALID_HP),
+        sa.or_(trials.stop_reason.is_(None), trials.stop_reason != INVALID_HP),
     )
     return set(map(TrialState, connection.execute(query.distinct()).scalars()))
 
 
-def describe_failure(connection: Connection, experiment_id: int) -> str:
+def describe_failure(connection: sa.Connection, experiment_id: int) -> str:
     """Return the reason for the failure of an experiment without successful trials."""
     trials = tables.trials.c
     failed = connection.execute(
-        select(trials.id, trials.error)
+        sa.select(trials.id, trials.error)
         .where(
             trials.experiment_id == experiment_id,
             trials.error.is_not(None),
-            or_(trials.stop_reason.is_(None), trials.stop_reason != INVALID_HP),
+            sa.or_(trials.stop_reason.is_(None), trials.stop_reason != INVALID_HP),
         )
         .order_by(trials.id)
         .limit(1)
@@ -417,10 +417,10 @@ def describe_failure(connection: Connection, experiment_id: int) -> str:
     return _describe_invalid(connection, experiment_id) or "All trials failed."
 
 
-def _describe_invalid(connection: Connection, experiment_id: int) -> str | None:
+def _describe_invalid(connection: sa.Connection, experiment_id: int) -> str | None:
     trials, attempts = tables.trials.c, tables.attempts.c
     first = connection.execute(
-        select(trials.id, attempts.error)
+        sa.select(trials.id, attempts.error)
         .join_from(tables.trials, tables.attempts, attempts.trial_id == trials.id)
         .where(trials.experiment_id == experiment_id, trials.stop_reason == INVALID_HP)
         .order_by(trials.id, attempts.number.desc())

@@ -7,18 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+import sqlalchemy as sa
 
-from paceline._base.journal_records import (
-    AlertRaised,
-    AnyRecord,
-    CheckpointStored,
-    MediaReported,
-    MetricsReported,
-    OperationCompleted,
-    ProgressReported,
-    StatusReported,
-)
+from paceline._base import journal_records as records
 from paceline._cluster.master.experiments.attempts import live_attempts
 from paceline._cluster.master.experiments.scheduler_input import read_pools
 from paceline._cluster.master.scheduling.pools import IdleLimits
@@ -28,8 +19,8 @@ from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import AttemptState
 
 _REPORTS = (
-    AlertRaised, CheckpointStored, MediaReported, OperationCompleted, ProgressReported,
-    StatusReported,
+    records.AlertRaised, records.CheckpointStored, records.MediaReported,
+    records.OperationCompleted, records.ProgressReported, records.StatusReported,
 )  # fmt: skip
 # Metrics of the machine come from a thread that goes on while the training hangs.
 _SYSTEM_GROUP = "system"
@@ -54,9 +45,9 @@ class Activities:
         self._lock = threading.Lock()
         self._of: dict[int, _Activity] = {}
 
-    def note_records(self, attempt_id: int, records: Iterable[AnyRecord]) -> None:
+    def note_records(self, attempt_id: int, reported: Iterable[records.AnyRecord]) -> None:
         """Record that an attempt reported, if any of its records is a report."""
-        if any(_is_report(record) for record in records):
+        if any(_is_report(record) for record in reported):
             now = time.monotonic()
             self._find(attempt_id, now).reported = now
 
@@ -89,8 +80,8 @@ class Activities:
             return self._of.setdefault(attempt_id, _Activity(began=now, reported=now))
 
 
-def _is_report(record: AnyRecord) -> bool:
-    if isinstance(record, MetricsReported):
+def _is_report(record: records.AnyRecord) -> bool:
+    if isinstance(record, records.MetricsReported):
         return not record.group.startswith(_SYSTEM_GROUP)
     return isinstance(record, _REPORTS)
 
@@ -140,7 +131,7 @@ class IdleTrials:
     def __init__(
         self,
         activities: Activities,
-        alert: Callable[[Transaction, Row[Any], str, str], None],
+        alert: Callable[[Transaction, sa.Row[Any], str, str], None],
         pause: Callable[[Transaction, int], None],
     ) -> None:
         self._activities, self._alert, self._pause = activities, alert, pause
@@ -162,7 +153,7 @@ class IdleTrials:
                 self._look(transaction, attempt, limits[attempt.experiment_id])
 
     def _look(
-        self, transaction: Transaction, attempt: Row[Any], limits: Sequence[IdleLimits]
+        self, transaction: Transaction, attempt: sa.Row[Any], limits: Sequence[IdleLimits]
     ) -> None:
         told = self._activities.told(attempt.id)
         found = judge_idle(self._activities.idle(attempt.id), told, limits)
@@ -184,7 +175,7 @@ class IdleTrials:
 
 
 def _limits(
-    connection: Connection, running: Sequence[Row[Any]]
+    connection: sa.Connection, running: Sequence[sa.Row[Any]]
 ) -> defaultdict[int, list[IdleLimits]]:
     """Return the limits of experiments and of their pools; no entries without any."""
     experiments, pools = tables.experiments.c, read_pools(connection)
@@ -192,7 +183,7 @@ def _limits(
     wanted = {one.experiment_id for one in running}
     # Only these parts of the configs are decoded, as this is asked each second.
     idle, pool = experiments.config["idle"], experiments.config[("resources", "pool")].as_string()
-    query = select(experiments.id, idle.label("idle"), pool.label("pool"))
+    query = sa.select(experiments.id, idle.label("idle"), pool.label("pool"))
     for row in connection.execute(query.where(experiments.id.in_(wanted))) if wanted else ():
         own = IdleLimits(**{f"{name}_s": value for name, value in (row.idle or {}).items()})
         settings = pools.get(row.pool or DEFAULT_POOL)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, delete, func, select, update
+import sqlalchemy as sa
 
 from paceline._base.journal_records import (
     AnyRecord,
@@ -44,18 +44,18 @@ PROJECT_LABEL = "project:"
 _attempts = tables.attempts.c
 # Made once: for each report it costs more to make than to run.
 _NEWEST_ATTEMPT = (
-    select(
+    sa.select(
         _attempts.id,
         _attempts.run_attempt,
         _attempts.state,
         _attempts.outcome,
-        select(func.max(tables.journal_marks.c.sequence))
+        sa.select(sa.func.max(tables.journal_marks.c.sequence))
         .where(tables.journal_marks.c.attempt_id == _attempts.id)
         .scalar_subquery()
         .label("newest"),
     )
     .join(tables.experiments, tables.experiments.c.id == _attempts.experiment_id)
-    .where(tables.experiments.c.external_id == bindparam("wanted"))
+    .where(tables.experiments.c.external_id == sa.bindparam("wanted"))
     .order_by(_attempts.number.desc())
     .limit(1)
 )
@@ -67,8 +67,8 @@ class LoggedRun:
 
     run_id: str
     experiment_id: int
-    trial: Row[Any]
-    attempt: Row[Any]
+    trial: sa.Row[Any]
+    attempt: sa.Row[Any]
 
 
 class LoggedRuns:
@@ -143,7 +143,7 @@ class LoggedRuns:
             self._take(transaction, run_id, len(attempts), [start], -1, lease_s=lease_s)
         return self.get(transaction.connection, run_id)
 
-    def get(self, connection: Connection, run_id: str) -> LoggedRun:
+    def get(self, connection: sa.Connection, run_id: str) -> LoggedRun:
         """Return the rows of a run.
 
         Raises:
@@ -236,10 +236,10 @@ class LoggedRuns:
         """Replace the hyperparameters of a run."""
         trials, (_, trial) = tables.trials, self._rows(transaction.connection, run_id)
         if trial.hparams != hparams:
-            statement = update(trials).where(trials.c.id == trial.id)
+            statement = sa.update(trials).where(trials.c.id == trial.id)
             transaction.connection.execute(statement.values(hparams=dict(hparams)))
 
-    def _rows(self, connection: Connection, run_id: str) -> tuple[Row[Any], Row[Any]]:
+    def _rows(self, connection: sa.Connection, run_id: str) -> tuple[sa.Row[Any], sa.Row[Any]]:
         experiment = experiment_of_run(connection, run_id)
         if experiment is None:
             raise NotFoundError(f"There is no run {run_id!r}.")
@@ -267,17 +267,17 @@ def _is_metrics(record: AnyRecord) -> bool:
     return isinstance(record, MetricsReported)
 
 
-def get_document(connection: Connection, kind: str, parent: str, name: str) -> Any:
+def get_document(connection: sa.Connection, kind: str, parent: str, name: str) -> Any:
     """Return the content of a client's document, None if there is none."""
     documents = tables.documents.c
-    query = select(documents.content, documents.experiment_id, documents.project_id)
+    query = sa.select(documents.content, documents.experiment_id, documents.project_id)
     row = connection.execute(query.where(*_place(kind, parent, name))).first()
     if row is None or not sees_document(connection, row.experiment_id, row.project_id):
         return None
     return row.content
 
 
-def find_link(connection: Connection, link: str) -> tuple[int | None, str | None] | None:
+def find_link(connection: sa.Connection, link: str) -> tuple[int | None, str | None] | None:
     """Return the experiment, or else the label, of what a client prints as the place of its run.
 
     Args:
@@ -294,7 +294,7 @@ def find_link(connection: Connection, link: str) -> tuple[int | None, str | None
         return None if known is None else (None, PROJECT_LABEL + known["name"])
     if run is not None:
         column = tables.documents.c.experiment_id
-        query = select(column).where(*_place("wandb-run", f"{first}/{second}", run))
+        query = sa.select(column).where(*_place("wandb-run", f"{first}/{second}", run))
         experiment_id = connection.scalar(query)
         return None if experiment_id is None else (experiment_id, None)
     known = get_document(connection, "wandb-project", first, second)
@@ -302,11 +302,11 @@ def find_link(connection: Connection, link: str) -> tuple[int | None, str | None
 
 
 def list_documents(
-    connection: Connection, kind: str, parent: str | None = None, name: str | None = None
-) -> list[Row[Any]]:
+    connection: sa.Connection, kind: str, parent: str | None = None, name: str | None = None
+) -> list[sa.Row[Any]]:
     """Return rows of the documents of a kind, the earliest first."""
     documents = tables.documents
-    query = select(documents).where(documents.c.kind == kind)
+    query = sa.select(documents).where(documents.c.kind == kind)
     if parent is not None:
         query = query.where(documents.c.parent == parent)
     if name is not None:
@@ -318,7 +318,7 @@ def list_documents(
 
 
 def change_document(
-    connection: Connection,
+    connection: sa.Connection,
     kind: str,
     parent: str,
     name: str,
@@ -340,9 +340,9 @@ def change_document(
     before = get_document(connection, kind, parent, name)
     after = change(before)
     if after is None:
-        connection.execute(delete(documents).where(*place))
+        connection.execute(sa.delete(documents).where(*place))
     elif before is None:
-        hidden = connection.execute(select(documents.c.experiment_id).where(*place)).first()
+        hidden = connection.execute(sa.select(documents.c.experiment_id).where(*place)).first()
         if hidden is not None and hidden.experiment_id is not None:
             raise NotAllowedError("such object", is_hidden=True)
         if hidden is not None:
@@ -353,15 +353,17 @@ def change_document(
             )
         insert_document(connection, kind, parent, name, after, experiment_id=experiment_id)
     else:
-        statement = update(documents).where(*place)
+        statement = sa.update(documents).where(*place)
         connection.execute(statement.values(content=after, changed_at=time.time()))
     return after
 
 
-def project_of_document(connection: Connection, place: tuple[str, str, str] | None) -> int | None:
+def project_of_document(
+    connection: sa.Connection, place: tuple[str, str, str] | None
+) -> int | None:
     """Return the project of a client's document by its kind, parent and name, if there is one."""
     column = tables.documents.c.project_id
-    return None if place is None else connection.scalar(select(column).where(*_place(*place)))
+    return None if place is None else connection.scalar(sa.select(column).where(*_place(*place)))
 
 
 def _place(kind: str, parent: str, name: str) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, select
+import sqlalchemy as sa
 
 from paceline import faults
 from paceline._cluster.master.executors import AttemptStatus, Executor, Machines
@@ -143,7 +143,7 @@ class Reconciler:
         self._next_prune = 0.0
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
 
-    def cluster(self, connection: Connection, now: float) -> Cluster:
+    def cluster(self, connection: sa.Connection, now: float) -> Cluster:
         """Return the cluster: nodes with their states, holders of slots, pool settings."""
         return read_cluster(
             connection,
@@ -153,7 +153,7 @@ class Reconciler:
             failing=self._changes.failing_nodes.all(now),
         )
 
-    def resting_nodes(self, connection: Connection, now: float) -> dict[int, float]:
+    def resting_nodes(self, connection: sa.Connection, now: float) -> dict[int, float]:
         """Return the nodes resting after failures of several trials, and their rest ends."""
         if not self._changes.failing_nodes.all(now):
             return {}
@@ -333,7 +333,7 @@ class Reconciler:
         for attempt in attempts:
             self._give_back_if_late(attempt)
 
-    def _give_back_if_late(self, attempt: Row[Any]) -> None:
+    def _give_back_if_late(self, attempt: sa.Row[Any]) -> None:
         """End an attempt if its nodes did not all start in time, to free its slots."""
         if attempt.members is None or attempt.meeting_port is not None:
             return
@@ -392,9 +392,11 @@ class Reconciler:
         events = tables.events
 
         def prune(transaction: Transaction) -> None:
-            newest = transaction.connection.execute(select(func.max(events.c.id))).scalar() or 0
+            newest = (
+                transaction.connection.execute(sa.select(sa.func.max(events.c.id))).scalar() or 0
+            )
             transaction.connection.execute(
-                delete(events).where(events.c.id <= newest - _MAX_EVENTS)
+                sa.delete(events).where(events.c.id <= newest - _MAX_EVENTS)
             )
 
         self._database.write(prune).result()

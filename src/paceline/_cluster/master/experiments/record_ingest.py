@@ -5,35 +5,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, select
+import sqlalchemy as sa
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
 from paceline import faults
-from paceline._base.journal_records import (
-    MAX_GAP,
-    AlertRaised,
-    AnyRecord,
-    AttemptFinished,
-    AttemptStarted,
-    CheckpointDeleted,
-    CheckpointFilesDeleted,
-    CheckpointSentApart,
-    CheckpointStored,
-    EarlyExitReported,
-    MediaReported,
-    MetricsReported,
-    OperationCompleted,
-    OperationsRequested,
-    PreemptionAcknowledged,
-    ProgressReported,
-    RecordLost,
-    RecordsDropped,
-    RunMetadataSet,
-    SearchInputTaken,
-    StatusReported,
-    StoreChecked,
-    TimeSpent,
-)
+from paceline._base import journal_records as records
 from paceline._cluster.master.experiments.attempts import (
     check_not_over,
     has_kept_memory,
@@ -73,7 +49,7 @@ from paceline._cluster.messages.record_checks import check_record
 from paceline._cluster.messages.runner_messages import Mark, RecordBatch
 from paceline._cluster.messages.states import AttemptState
 
-Numbered = Sequence[tuple[int, AnyRecord]]
+Numbered = Sequence[tuple[int, records.AnyRecord]]
 
 # Limit on a trial's log lines about lost records; counting continues.
 _MAX_TOLD = 20
@@ -83,7 +59,7 @@ _MISSING = "damaged or missing in the journal"
 def take_lost_records(
     changes: StateChanges,
     transaction: Transaction,
-    attempt: Row[Any],
+    attempt: sa.Row[Any],
     whose: str,
     mark: int,
     new: Numbered,
@@ -108,10 +84,10 @@ def take_lost_records(
     reasons: list[str] = []
     num_lost = 0
     for first, last in find_record_gaps(mark, [number for number, _ in new]):
-        if last - first >= MAX_GAP:
+        if last - first >= records.MAX_GAP:
             raise ValueError(
-                f"A journal must lack at most {MAX_GAP} records in one place, but lacks records"
-                f" {first} to {last}."
+                f"A journal must lack at most {records.MAX_GAP} records in one place, but lacks"
+                f" records {first} to {last}."
             )
         num_lost += last - first + 1
         if first == last:
@@ -120,10 +96,10 @@ def take_lost_records(
             text = f"Records {first} to {last} of {whose} are lost: their lines are {_MISSING}."
             texts.append(text)
     for number, record in new:
-        if isinstance(record, RecordLost):
+        if isinstance(record, records.RecordLost):
             num_lost += 1
             texts.append(f"Record {number} of {whose} is lost: {record.reason}.")
-        elif isinstance(record, RecordsDropped):
+        elif isinstance(record, records.RecordsDropped):
             # Their numbers are missing before this record, so they are counted.
             reasons.append(
                 f"{record.count} reports of {whose} were lost: the disk stayed full for too long."
@@ -145,7 +121,7 @@ def find_record_gaps(mark: int, numbers: Sequence[int]) -> list[tuple[int, int]]
 
 
 def _count_lost_records(
-    changes: StateChanges, transaction: Transaction, attempt: Row[Any], num_lost: int
+    changes: StateChanges, transaction: Transaction, attempt: sa.Row[Any], num_lost: int
 ) -> int:
     """Add to the counts of the trial and its experiment; return how many the trial had lost."""
     trial = changes.brief_trial(transaction.connection, attempt.trial_id)
@@ -207,19 +183,19 @@ class RecordIngest:
             is_first = batch.rank == CHIEF and all(rank != CHIEF for _, rank in marks)
             marks[batch.generation, batch.rank] = fresh[-1][0]
             whose = f"rank {batch.rank} (generation {batch.generation})"
-            if is_first and isinstance(start := fresh[0][1], AttemptStarted):
+            if is_first and isinstance(start := fresh[0][1], records.AttemptStarted):
                 attempt = self._take_start(transaction, attempt, start)
             take_lost_records(self._changes, transaction, attempt, whose, mark, fresh)
-            records = with_validations(
+            fresh_records = with_validations(
                 connection, attempt, batch.rank, [record for _, record in fresh]
             )
-            self._take_records(transaction, attempt, batch.rank, records)
-            self.activities.note_records(attempt.id, records)
-            _take_times(connection, attempt.id, batch, records)
+            self._take_records(transaction, attempt, batch.rank, fresh_records)
+            self.activities.note_records(attempt.id, fresh_records)
+            _take_times(connection, attempt.id, batch, fresh_records)
         faults.reach("master.records.stored")
         return [Mark(generation, rank, n) for (generation, rank), n in sorted(marks.items())]
 
-    def _mark_running(self, transaction: Transaction, attempt: Row[Any]) -> None:
+    def _mark_running(self, transaction: Transaction, attempt: sa.Row[Any]) -> None:
         is_waiting = attempt.members is not None and attempt.meeting_port is None
         if attempt.state != AttemptState.PENDING.value or is_waiting:
             return
@@ -237,7 +213,7 @@ class RecordIngest:
         self._recompute_beyond(transaction, attempt)
 
     def _recompute_beyond(
-        self, transaction: Transaction, attempt: Row[Any], since: int | None = None
+        self, transaction: Transaction, attempt: sa.Row[Any], since: int | None = None
     ) -> None:
         """Work out anew what depends on reports beyond the step from which an attempt resumed.
 
@@ -258,8 +234,8 @@ class RecordIngest:
             )
 
     def _take_start(
-        self, transaction: Transaction, attempt: Row[Any], record: AttemptStarted
-    ) -> Row[Any]:
+        self, transaction: Transaction, attempt: sa.Row[Any], record: records.AttemptStarted
+    ) -> sa.Row[Any]:
         """Return the attempt, with the step of the state in memory that it began with, if any.
 
         Its runner keeps a state only if this master has all reports of the attempt before.
@@ -275,13 +251,17 @@ class RecordIngest:
         return attempt
 
     def _take_records(
-        self, transaction: Transaction, attempt: Row[Any], rank: int, records: list[AnyRecord]
+        self,
+        transaction: Transaction,
+        attempt: sa.Row[Any],
+        rank: int,
+        fresh_records: list[records.AnyRecord],
     ) -> None:
-        self._take_rows(transaction, attempt, records)
-        untold: dict[str, list[MetricsReported]] = {}
+        self._take_rows(transaction, attempt, fresh_records)
+        untold: dict[str, list[records.MetricsReported]] = {}
         validations = Validations(self._changes, transaction, attempt)
-        for record in _without_replaced(records):
-            if isinstance(record, MetricsReported):
+        for record in _without_replaced(fresh_records):
+            if isinstance(record, records.MetricsReported):
                 if record.group == "validation":
                     _emit_newest(transaction, attempt, rank, untold)
                     validations.take(record)
@@ -289,41 +269,43 @@ class RecordIngest:
                     _note_untold(untold, record)
                 continue
             validations.settle()
-            if isinstance(record, CheckpointStored):
+            if isinstance(record, records.CheckpointStored):
                 store_checkpoint(self._changes, transaction, attempt, record)
-            elif isinstance(record, (CheckpointDeleted, CheckpointFilesDeleted)):
+            elif isinstance(record, (records.CheckpointDeleted, records.CheckpointFilesDeleted)):
                 take_checkpoint_deletion(transaction.connection, attempt, record)
-            elif isinstance(record, AttemptStarted):
+            elif isinstance(record, records.AttemptStarted):
                 _take_environment(transaction.connection, attempt, record)
                 _take_restarts(transaction, attempt, record)
-            elif isinstance(record, (AlertRaised, StoreChecked)):
+            elif isinstance(record, (records.AlertRaised, records.StoreChecked)):
                 self._take_notice(transaction, attempt, rank, record)
-            elif isinstance(record, EarlyExitReported) and record.reason == _INVALID_HP:
+            elif isinstance(record, records.EarlyExitReported) and record.reason == _INVALID_HP:
                 # The message of any rank decides for all ranks.
                 update_attempt(
                     transaction.connection, attempt.id, early_exit=_INVALID_HP, outcome=_INVALID_HP
                 )
-            elif isinstance(record, AttemptFinished) and record.outcome == _INVALID_HP:
+            elif isinstance(record, records.AttemptFinished) and record.outcome == _INVALID_HP:
                 # The rank that refused knows why; others may have no error of their own.
                 why = {} if record.error is None else {"error": record.error}
                 update_attempt(transaction.connection, attempt.id, outcome=_INVALID_HP, **why)
-            elif rank == CHIEF and not isinstance(record, MediaReported):
+            elif rank == CHIEF and not isinstance(record, records.MediaReported):
                 self._take_chief_record(transaction, attempt, record)
         validations.settle()
         _emit_newest(transaction, attempt, rank, untold)
         self._keep_alerts(
             transaction, attempt.trial_id, rank,
-            [record for record in records if isinstance(record, AlertRaised)],
+            [record for record in fresh_records if isinstance(record, records.AlertRaised)],
         )  # fmt: skip
 
     def _take_rows(
-        self, transaction: Transaction, attempt: Row[Any], records: list[AnyRecord]
+        self, transaction: Transaction, attempt: sa.Row[Any], fresh_records: list[records.AnyRecord]
     ) -> None:
         """Store metrics and media, of any rank."""
-        reports = [record for record in records if isinstance(record, MetricsReported)]
+        reports = [
+            record for record in fresh_records if isinstance(record, records.MetricsReported)
+        ]
         if reports:
             self._take_metrics(transaction, attempt, reports)
-        media = [record for record in records if isinstance(record, MediaReported)]
+        media = [record for record in fresh_records if isinstance(record, records.MediaReported)]
         if media:
             trial = self._changes.brief_trial(transaction.connection, attempt.trial_id)
             add_media(transaction.connection, trial, attempt.number, media)
@@ -331,7 +313,7 @@ class RecordIngest:
             transaction.emit("media", trial.experiment_id, trial.id, steps_completed=newest)
 
     def _take_metrics(
-        self, transaction: Transaction, attempt: Row[Any], reports: list[MetricsReported]
+        self, transaction: Transaction, attempt: sa.Row[Any], reports: list[records.MetricsReported]
     ) -> None:
         conflicts = add_metrics(
             transaction.connection,
@@ -358,12 +340,12 @@ class RecordIngest:
     def _take_notice(
         self,
         transaction: Transaction,
-        attempt: Row[Any],
+        attempt: sa.Row[Any],
         rank: int,
-        notice: AlertRaised | StoreChecked,
+        notice: records.AlertRaised | records.StoreChecked,
     ) -> None:
         """Take in an alert or a storage check, from any rank."""
-        if isinstance(notice, AlertRaised):
+        if isinstance(notice, records.AlertRaised):
             self._take_alert(transaction, attempt, rank, notice)
         else:
             transaction.after_commit(
@@ -371,19 +353,19 @@ class RecordIngest:
             )
 
     def raise_alert(
-        self, transaction: Transaction, attempt: Row[Any], title: str, text: str
+        self, transaction: Transaction, attempt: sa.Row[Any], title: str, text: str
     ) -> None:
         """Add an alert of the master to a trial."""
-        alert = AlertRaised(time=time.time(), title=title, description=text, level="warn")
+        alert = records.AlertRaised(time=time.time(), title=title, description=text, level="warn")
         self._take_alert(transaction, attempt, CHIEF, alert, "Alert")
         self._keep_alerts(transaction, attempt.trial_id, CHIEF, [alert])
 
     def _take_alert(
         self,
         transaction: Transaction,
-        attempt: Row[Any],
+        attempt: sa.Row[Any],
         rank: int,
-        alert: AlertRaised,
+        alert: records.AlertRaised,
         who: str | None = None,
     ) -> None:
         text = ": ".join(filter(None, (alert.title, alert.description)))
@@ -395,38 +377,38 @@ class RecordIngest:
         transaction.emit("alert", attempt.experiment_id, trial_id, **shown, raised_at=alert.time)
 
     def _keep_alerts(
-        self, transaction: Transaction, trial_id: int, rank: int, alerts: list[AlertRaised]
+        self, transaction: Transaction, trial_id: int, rank: int, alerts: list[records.AlertRaised]
     ) -> None:
         """Store the newest alerts with the trial."""
         if not alerts:
             return
         column = tables.trials.c.alerts
-        query = select(column).where(tables.trials.c.id == trial_id)
+        query = sa.select(column).where(tables.trials.c.id == trial_id)
         earlier = transaction.connection.scalar(query) or []
         new = [{"time": alert.time, **_shown_alert(alert, rank)} for alert in alerts]
         kept = [*earlier, *new][-_NUM_ALERTS:]
         self._changes.update_trial(transaction, trial_id, alerts=kept)
 
     def _take_chief_record(
-        self, transaction: Transaction, attempt: Row[Any], record: AnyRecord
+        self, transaction: Transaction, attempt: sa.Row[Any], record: records.AnyRecord
     ) -> None:
         changes = self._changes
-        if isinstance(record, ProgressReported):
+        if isinstance(record, records.ProgressReported):
             trial = changes.brief_trial(transaction.connection, attempt.trial_id)
             changes.search_operations.note_progress(transaction, trial, record.progress)
-        elif isinstance(record, StatusReported):
+        elif isinstance(record, records.StatusReported):
             changes.update_trial(transaction, attempt.trial_id, status=record.status)
-        elif isinstance(record, RunMetadataSet):
+        elif isinstance(record, records.RunMetadataSet):
             changes.update_trial(transaction, attempt.trial_id, metadata=record.metadata)
-        elif isinstance(record, OperationsRequested):
+        elif isinstance(record, records.OperationsRequested):
             changes.update_trial(transaction, attempt.trial_id, uses_operations=True)
-        elif isinstance(record, OperationCompleted):
+        elif isinstance(record, records.OperationCompleted):
             take_operation(changes, transaction, attempt, record)
-        elif isinstance(record, PreemptionAcknowledged):
+        elif isinstance(record, records.PreemptionAcknowledged):
             update_attempt(transaction.connection, attempt.id, preempt_acknowledged=True)
-        elif isinstance(record, EarlyExitReported):
+        elif isinstance(record, records.EarlyExitReported):
             update_attempt(transaction.connection, attempt.id, early_exit=record.reason)
-        elif isinstance(record, AttemptFinished):
+        elif isinstance(record, records.AttemptFinished):
             is_refused = _early_exit(transaction.connection, attempt.id) == _INVALID_HP
             if not (is_refused and record.outcome == "error"):
                 # An error of the chief's only answers the end of the rank that refused.
@@ -437,17 +419,17 @@ class RecordIngest:
             assert isinstance(
                 record,
                 (
-                    AttemptStarted,
-                    CheckpointSentApart,
-                    RecordLost,
-                    RecordsDropped,
-                    SearchInputTaken,
-                    TimeSpent,
+                    records.AttemptStarted,
+                    records.CheckpointSentApart,
+                    records.RecordLost,
+                    records.RecordsDropped,
+                    records.SearchInputTaken,
+                    records.TimeSpent,
                 ),
             )
 
 
-def _shown_alert(alert: AlertRaised, rank: int) -> dict[str, Any]:
+def _shown_alert(alert: records.AlertRaised, rank: int) -> dict[str, Any]:
     return {
         "title": alert.title,
         "description": alert.description,
@@ -456,36 +438,41 @@ def _shown_alert(alert: AlertRaised, rank: int) -> dict[str, Any]:
     }
 
 
-def _without_replaced(records: list[AnyRecord]) -> list[AnyRecord]:
+def _without_replaced(fresh_records: list[records.AnyRecord]) -> list[records.AnyRecord]:
     """Return the records without statuses and metadata replaced by later records."""
-    newest = {type(record): record for record in records}
+    newest = {type(record): record for record in fresh_records}
     return [
         record
-        for record in records
-        if not isinstance(record, (StatusReported, RunMetadataSet))
+        for record in fresh_records
+        if not isinstance(record, (records.StatusReported, records.RunMetadataSet))
         or record is newest[type(record)]
     ]
 
 
 def _take_times(
-    connection: Connection, attempt_id: int, batch: RecordBatch, records: list[AnyRecord]
+    connection: sa.Connection,
+    attempt_id: int,
+    batch: RecordBatch,
+    fresh_records: list[records.AnyRecord],
 ) -> None:
     """Store the time records of the chief."""
-    for record in records:
-        if isinstance(record, TimeSpent) and batch.rank == CHIEF:
+    for record in fresh_records:
+        if isinstance(record, records.TimeSpent) and batch.rank == CHIEF:
             add_time_mark(connection, attempt_id, batch.generation, record)
 
 
-def _note_untold(untold: dict[str, list[MetricsReported]], record: MetricsReported) -> None:
+def _note_untold(
+    untold: dict[str, list[records.MetricsReported]], record: records.MetricsReported
+) -> None:
     if record.validation is not True:
         untold.setdefault(record.group, []).append(record)
 
 
 def _emit_newest(
     transaction: Transaction,
-    attempt: Row[Any],
+    attempt: sa.Row[Any],
     rank: int,
-    untold: dict[str, list[MetricsReported]],
+    untold: dict[str, list[records.MetricsReported]],
 ) -> None:
     """Emit an event per group with its newest report, and clear the reports.
 
@@ -505,17 +492,21 @@ def _emit_newest(
     untold.clear()
 
 
-def _take_environment(connection: Connection, attempt: Row[Any], record: AttemptStarted) -> None:
+def _take_environment(
+    connection: sa.Connection, attempt: sa.Row[Any], record: records.AttemptStarted
+) -> None:
     if record.environment is not None:
         digest = store_environment(connection, record.environment)
         update_attempt(connection, attempt.id, environment=digest)
 
 
-def _take_restarts(transaction: Transaction, attempt: Row[Any], record: AttemptStarted) -> None:
+def _take_restarts(
+    transaction: Transaction, attempt: sa.Row[Any], record: records.AttemptStarted
+) -> None:
     if not record.restart_causes:
         return
     column = tables.attempts.c.restart_causes
-    query = select(column).where(tables.attempts.c.id == attempt.id)
+    query = sa.select(column).where(tables.attempts.c.id == attempt.id)
     # Causes keyed by generation: a database rebuilt from records may take a record twice.
     causes = (transaction.connection.scalar(query) or {}) | {
         str(record.generation): list(record.restart_causes)
@@ -532,8 +523,8 @@ def _take_restarts(transaction: Transaction, attempt: Row[Any], record: AttemptS
 
 
 # Made once: for each report they cost more to make than to run.
-_MARKS = select(tables.journal_marks).where(
-    tables.journal_marks.c.attempt_id == bindparam("wanted")
+_MARKS = sa.select(tables.journal_marks).where(
+    tables.journal_marks.c.attempt_id == sa.bindparam("wanted")
 )
 _MARK = sqlite_insert(tables.journal_marks)
 _MARK = _MARK.on_conflict_do_update(
@@ -542,17 +533,19 @@ _MARK = _MARK.on_conflict_do_update(
 )
 
 
-def _read_marks(connection: Connection, attempt_id: int) -> dict[tuple[int, int], int]:
+def _read_marks(connection: sa.Connection, attempt_id: int) -> dict[tuple[int, int], int]:
     """Return the highest stored sequence number per (generation, rank)."""
     rows = connection.execute(_MARKS, {"wanted": attempt_id})
     return {(row.generation, row.rank): row.sequence for row in rows}
 
 
-def _early_exit(connection: Connection, attempt_id: int) -> str | None:
+def _early_exit(connection: sa.Connection, attempt_id: int) -> str | None:
     column = tables.attempts.c.early_exit
-    reason: str | None = connection.scalar(select(column).where(tables.attempts.c.id == attempt_id))
+    reason: str | None = connection.scalar(
+        sa.select(column).where(tables.attempts.c.id == attempt_id)
+    )
     return reason
 
 
-def _searched_metric(connection: Connection, experiment_id: int) -> str:
+def _searched_metric(connection: sa.Connection, experiment_id: int) -> str:
     return config_of(StateChanges.experiment(connection, experiment_id)).searcher.metric

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from sqlalchemy import Connection, Row, select, update
+import sqlalchemy as sa
 
 from paceline import faults
 from paceline._cluster.master.experiments.checkpoint_places import (
@@ -267,18 +267,18 @@ def _mark_deleted(database: Database, uuids: Sequence[str]) -> None:
     """Mark checkpoints as deleted."""
     checkpoints = tables.checkpoints
     statement = (
-        update(checkpoints)
+        sa.update(checkpoints)
         .where(checkpoints.c.uuid.in_(uuids))
         .values(state=CheckpointState.DELETED.value)
     )
     database.write(lambda transaction: transaction.connection.execute(statement)).result()
 
 
-def _mark_done(database: Database, experiment: Row[Any], is_done: bool) -> None:
+def _mark_done(database: Database, experiment: sa.Row[Any], is_done: bool) -> None:
     """Store whether retention is done, unless the experiment has ended again meanwhile."""
     experiments = tables.experiments
     statement = (
-        update(experiments)
+        sa.update(experiments)
         .where(
             experiments.c.id == experiment.id,
             experiments.c.ended_at.is_not_distinct_from(experiment.ended_at),
@@ -289,7 +289,7 @@ def _mark_done(database: Database, experiment: Row[Any], is_done: bool) -> None:
 
 
 def _plan_sweep(
-    database: Database, experiment: Row[Any], default_storage: str
+    database: Database, experiment: sa.Row[Any], default_storage: str
 ) -> tuple[dict[str, CheckpointPlace], list[str], float | None]:
     """Return the checkpoints' places, the UUIDs to delete, and the time of the next planning.
 
@@ -299,7 +299,7 @@ def _plan_sweep(
     with database.read() as connection:
         # Newer checkpoints first: of two at the same step, the first counts as the latest.
         rows = connection.execute(
-            select(checkpoints)
+            sa.select(checkpoints)
             .where(
                 checkpoints.c.experiment_id == experiment.id,
                 checkpoints.c.state == CheckpointState.COMPLETED.value,
@@ -339,7 +339,7 @@ def _plan_sweep(
     )
 
 
-def _needed_among(connection: Connection, uuids: list[str]) -> set[str]:
+def _needed_among(connection: sa.Connection, uuids: list[str]) -> set[str]:
     """Return the given checkpoints needed by a trial now or later, or by a registered model."""
     needed: set[str] = set()
     # SQLite takes so many parameters of a query, and no more.
@@ -348,16 +348,16 @@ def _needed_among(connection: Connection, uuids: list[str]) -> set[str]:
     return needed
 
 
-def _needed_among_some(connection: Connection, uuids: list[str]) -> set[str]:
+def _needed_among_some(connection: sa.Connection, uuids: list[str]) -> set[str]:
     trials, attempts, checkpoints = tables.trials.c, tables.attempts.c, tables.checkpoints.c
-    sources = select(trials.source_checkpoint).where(trials.source_checkpoint.in_(uuids))
-    resumed = select(attempts.resumed_from).where(
+    sources = sa.select(trials.source_checkpoint).where(trials.source_checkpoint.in_(uuids))
+    resumed = sa.select(attempts.resumed_from).where(
         attempts.resumed_from.in_(uuids), attempts.state != AttemptState.ENDED.value
     )
     needed = {*connection.execute(sources).scalars(), *connection.execute(resumed).scalars()}
     needed |= registered_checkpoints(connection).keys() & set(uuids)
     owners = (
-        select(checkpoints.trial_id)
+        sa.select(checkpoints.trial_id)
         .join(tables.trials, trials.id == checkpoints.trial_id)
         .where(checkpoints.uuid.in_(uuids), trials.state.not_in(_ENDED_TRIALS))
         .distinct()
@@ -380,7 +380,7 @@ def _sweep_leftovers(storage: str, failures: Counter[str]) -> None:
         failures[storage] += 1
 
 
-def _remove_unknown(changes: StateChanges, database: Database, experiment: Row[Any]) -> None:
+def _remove_unknown(changes: StateChanges, database: Database, experiment: sa.Row[Any]) -> None:
     """Remove checkpoints stored by a killed attempt but never recorded."""
     try:
         place = experiment_place(experiment, changes.default_storage)
@@ -456,7 +456,7 @@ class Retention:
         experiments = tables.experiments
         with self._database.read() as connection:
             due = connection.execute(
-                select(experiments.c.id).where(
+                sa.select(experiments.c.id).where(
                     experiments.c.retention_done.is_(False),
                     experiments.c.external_id.is_(None),
                 )

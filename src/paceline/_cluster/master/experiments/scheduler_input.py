@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, func, select
+import sqlalchemy as sa
 
 from paceline._cluster.master.experiments.attempts import live_attempts
 from paceline._cluster.master.experiments.failure_causes import (
@@ -75,7 +75,7 @@ class Cluster:
     excluded: dict[int, frozenset[int]]
     sharing: Sharing
 
-    def waiting_trials(self, connection: Connection) -> "Iterator[Waiting]":
+    def waiting_trials(self, connection: sa.Connection) -> "Iterator[Waiting]":
         """Yield the waiting trials in order, marking those with a better node about to return."""
         for trial in waiting_trials(
             connection, is_by_arrival=self.is_by_arrival, failed_on=self.failed_on
@@ -123,7 +123,7 @@ class Cluster:
 
 
 def read_cluster(
-    connection: Connection,
+    connection: sa.Connection,
     nodes: Sequence[NodeSlots],
     now: float,
     *,
@@ -184,13 +184,13 @@ def read_cluster(
     )
 
 
-def read_pools(connection: Connection) -> dict[str, PoolSettings]:
+def read_pools(connection: sa.Connection) -> dict[str, PoolSettings]:
     """Return the settings of all stored pools, by name."""
     projects = user_tables.projects.c
     ids: dict[str, int] = {}
-    rows = connection.execute(select(tables.pools)).all()
+    rows = connection.execute(sa.select(tables.pools)).all()
     if any(row.open_to for row in rows):
-        named = select(projects.name, projects.id)
+        named = sa.select(projects.name, projects.id)
         ids = {f"{PROJECT_PREFIX}{row.name}": row.id for row in connection.execute(named)}
     return {
         row.name: PoolSettings(
@@ -213,13 +213,13 @@ def read_pools(connection: Connection) -> dict[str, PoolSettings]:
     }
 
 
-def estimated_ends(connection: Connection, now: float) -> dict[int, float]:
+def estimated_ends(connection: sa.Connection, now: float) -> dict[int, float]:
     """Return when attempts at work end, if their trials go on as their progress says."""
     trials, attempts = tables.trials.c, tables.attempts.c
-    live = select(attempts.trial_id).where(attempts.state.in_(LIVE_ATTEMPTS))
-    worked_s = func.sum(func.coalesce(attempts.ended_at, now) - attempts.created_at)
+    live = sa.select(attempts.trial_id).where(attempts.state.in_(LIVE_ATTEMPTS))
+    worked_s = sa.func.sum(sa.func.coalesce(attempts.ended_at, now) - attempts.created_at)
     query = (
-        select(func.max(attempts.id), worked_s, trials.progress)
+        sa.select(sa.func.max(attempts.id), worked_s, trials.progress)
         .join(tables.trials, trials.id == attempts.trial_id)
         .where(attempts.trial_id.in_(live), trials.progress > 0)
         .group_by(attempts.trial_id, trials.progress)
@@ -230,15 +230,15 @@ def estimated_ends(connection: Connection, now: float) -> dict[int, float]:
     return {id_: end for id_, end in ends.items() if end <= MAX_TIME_S}
 
 
-def drained_slots(connection: Connection) -> dict[int, frozenset[int]]:
+def drained_slots(connection: sa.Connection) -> dict[int, frozenset[int]]:
     """Return the drained slots by node."""
     found: dict[int, set[int]] = {}
-    for row in connection.execute(select(tables.drained_slots)).all():
+    for row in connection.execute(sa.select(tables.drained_slots)).all():
         found.setdefault(row.node_id, set()).add(row.slot)
     return {node_id: frozenset(slots) for node_id, slots in found.items()}
 
 
-def _slot_holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
+def _slot_holdings(connection: sa.Connection, *, is_ranked: bool) -> list[Holding]:
     """Return the holders of slots; with ranks and owners only if the decisions need these."""
     ranks = _QueueRanks(connection)
     attempts = live_attempts(connection)
@@ -267,17 +267,17 @@ def _slot_holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
     return found
 
 
-def _moved_places(connection: Connection) -> dict[int, float]:
+def _moved_places(connection: sa.Connection) -> dict[int, float]:
     """Return the queue places of experiments that were moved."""
     experiments = tables.experiments.c
-    query = select(experiments.id, experiments.queue_place).where(
+    query = sa.select(experiments.id, experiments.queue_place).where(
         experiments.queue_place.is_not(None)
     )
     return {row.id: row.queue_place for row in connection.execute(query)}
 
 
 def waiting_trials(
-    connection: Connection,
+    connection: sa.Connection,
     *,
     is_by_arrival: bool = False,
     failed_on: Mapping[int, frozenset[int]] = _NOWHERE,
@@ -290,10 +290,10 @@ def waiting_trials(
         failed_on: Of trials whose last attempts failed, the nodes of these.
     """
     trials, experiments, attempts = tables.trials, tables.experiments, tables.attempts
-    running = select(attempts.c.trial_id).where(attempts.c.state.in_(LIVE_ATTEMPTS))
+    running = sa.select(attempts.c.trial_id).where(attempts.c.state.in_(LIVE_ATTEMPTS))
     is_active = experiments.c.state == ExperimentState.ACTIVE.value
     query = (
-        select(trials.c.id, trials.c.experiment_id, experiments.c.queue_place)
+        sa.select(trials.c.id, trials.c.experiment_id, experiments.c.queue_place)
         .join(experiments, experiments.c.id == trials.c.experiment_id)
         .where(
             trials.c.state == TrialState.ACTIVE.value,
@@ -303,10 +303,12 @@ def waiting_trials(
             trials.c.id.not_in(running),
         )
     )
-    was_moved = select(experiments.c.id).where(is_active, experiments.c.queue_place.is_not(None))
+    was_moved = sa.select(experiments.c.id).where(is_active, experiments.c.queue_place.is_not(None))
     # The order of ids needs no sorting.
     if connection.execute(was_moved.limit(1)).first() is not None:
-        query = query.order_by(func.coalesce(experiments.c.queue_place, trials.c.id), trials.c.id)
+        query = query.order_by(
+            sa.func.coalesce(experiments.c.queue_place, trials.c.id), trials.c.id
+        )
     else:
         query = query.order_by(trials.c.id)
     ranks = _QueueRanks(connection)
@@ -331,9 +333,9 @@ def waiting_trials(
 class _QueueRanks:
     """Data for the queue order, read once per experiment."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: sa.Connection) -> None:
         self._connection = connection
-        self._known: dict[int, tuple[Row[Any], ExperimentConfig]] = {}
+        self._known: dict[int, tuple[sa.Row[Any], ExperimentConfig]] = {}
         self._served: dict[int, float] = {}
         self._waiting: dict[int, Callable[..., Waiting] | None] = {}
 
@@ -343,7 +345,7 @@ class _QueueRanks:
         if not wanted:
             return
         experiments = tables.experiments
-        query: Select[Any] = select(
+        query: sa.Select[Any] = sa.select(
             experiments.c.id,
             experiments.c.config,
             experiments.c.priority,
@@ -362,7 +364,7 @@ class _QueueRanks:
             return
         attempts = tables.attempts.c
         query = (
-            select(attempts.experiment_id, func.max(attempts.created_at))
+            sa.select(attempts.experiment_id, sa.func.max(attempts.created_at))
             .where(attempts.experiment_id.in_(wanted))
             .group_by(attempts.experiment_id)
         )
@@ -413,14 +415,14 @@ def is_interactive(config: ExperimentConfig) -> bool:
     return config.resources.interactive or config.interactive is not None
 
 
-def _max_slots_of(experiment: Row[Any], config: ExperimentConfig) -> int | None:
+def _max_slots_of(experiment: sa.Row[Any], config: ExperimentConfig) -> int | None:
     """Return how many slots an experiment may use at once, None for any number."""
     if experiment.max_slots is None:
         return config.resources.max_slots
     return experiment.max_slots or None
 
 
-def rank_of(experiment: Row[Any], config: ExperimentConfig) -> tuple[int, float]:
+def rank_of(experiment: sa.Row[Any], config: ExperimentConfig) -> tuple[int, float]:
     """Return priority and weight of an experiment: its own settings, or the configuration's."""
     priority, weight = experiment.priority, experiment.weight
     if priority is None:
@@ -429,7 +431,7 @@ def rank_of(experiment: Row[Any], config: ExperimentConfig) -> tuple[int, float]
 
 
 def check_slots(
-    connection: Connection, config: ExperimentConfig, known: Sequence[NodeSlots]
+    connection: sa.Connection, config: ExperimentConfig, known: Sequence[NodeSlots]
 ) -> None:
     """Refuse a configuration if its trials could never get enough slots in the pool.
 
@@ -502,7 +504,7 @@ def _check_interactive(config: ExperimentConfig, pool: str, nodes: Sequence[Node
         )
 
 
-def check_pool_rules(connection: Connection, pool: str, priority: int | None) -> None:
+def check_pool_rules(connection: sa.Connection, pool: str, priority: int | None) -> None:
     """Refuse what the rules of a pool do not allow to what the sender of the request creates.
 
     Args:
@@ -528,7 +530,10 @@ def check_pool_rules(connection: Connection, pool: str, priority: int | None) ->
 
 
 def check_changed_rank(
-    connection: Connection, experiment: Row[Any], changed: ExperimentConfig, priority: int | None
+    connection: sa.Connection,
+    experiment: sa.Row[Any],
+    changed: ExperimentConfig,
+    priority: int | None,
 ) -> None:
     """Refuse another pool or priority of an experiment if the sender may not choose it.
 
@@ -549,7 +554,7 @@ def check_changed_rank(
 
 
 def check_own_runners(
-    connection: Connection, experiment: Row[Any], changed: ExperimentConfig
+    connection: sa.Connection, experiment: sa.Row[Any], changed: ExperimentConfig
 ) -> None:
     """Refuse another configuration that would run as somebody else: as the experiment's owner."""
     pool = changed.resources.pool or DEFAULT_POOL

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, select, update
+import sqlalchemy as sa
 
 from paceline import faults
 from paceline._cluster.master.executors import Machines
@@ -49,18 +49,18 @@ faults.register("master.trial.ended")
 
 _LIVE_EXPERIMENTS = [s.value for s in ExperimentState if not s.is_terminal]
 # Made once, as most requests need them.
-_EXPERIMENT = select(tables.experiments).where(tables.experiments.c.id == bindparam("wanted"))
-_TRIAL = select(tables.trials).where(tables.trials.c.id == bindparam("wanted"))
+_EXPERIMENT = sa.select(tables.experiments).where(tables.experiments.c.id == sa.bindparam("wanted"))
+_TRIAL = sa.select(tables.trials).where(tables.trials.c.id == sa.bindparam("wanted"))
 # Columns that a job makes large, and that few records need.
 _LARGE = {"hparams", "status", "metadata", "alerts"}
-_BRIEF_TRIAL = select(*(each for each in tables.trials.c if each.name not in _LARGE)).where(
-    tables.trials.c.id == bindparam("wanted")
+_BRIEF_TRIAL = sa.select(*(each for each in tables.trials.c if each.name not in _LARGE)).where(
+    tables.trials.c.id == sa.bindparam("wanted")
 )
 
-_TRIAL_CHANGE = update(tables.trials).where(tables.trials.c.id == bindparam("wanted"))
+_TRIAL_CHANGE = sa.update(tables.trials).where(tables.trials.c.id == sa.bindparam("wanted"))
 _CONTROL_CHANGE = (
-    update(tables.attempts)
-    .where(tables.attempts.c.id == bindparam("wanted"))
+    sa.update(tables.attempts)
+    .where(tables.attempts.c.id == sa.bindparam("wanted"))
     .values(control_version=tables.attempts.c.control_version + 1)
 )
 
@@ -108,7 +108,7 @@ class StateChanges:
     # ---- reading -------------------------------------------------------------------------
 
     @staticmethod
-    def experiment(connection: Connection, experiment_id: int) -> Row[Any]:
+    def experiment(connection: sa.Connection, experiment_id: int) -> sa.Row[Any]:
         """Return an experiment's row.
 
         Raises:
@@ -120,7 +120,7 @@ class StateChanges:
         return row
 
     @staticmethod
-    def trial(connection: Connection, trial_id: int) -> Row[Any]:
+    def trial(connection: sa.Connection, trial_id: int) -> sa.Row[Any]:
         """Return a trial's row.
 
         Raises:
@@ -132,28 +132,28 @@ class StateChanges:
         return row
 
     @staticmethod
-    def brief_trial(connection: Connection, trial_id: int) -> Row[Any]:
+    def brief_trial(connection: sa.Connection, trial_id: int) -> sa.Row[Any]:
         """Return a trial's row without its large columns, for each record of a job."""
         return connection.execute(_BRIEF_TRIAL, {"wanted": trial_id}).one()
 
     @staticmethod
-    def live_trials(connection: Connection, experiment_id: int) -> list[Row[Any]]:
+    def live_trials(connection: sa.Connection, experiment_id: int) -> list[sa.Row[Any]]:
         """Return the trials of an experiment in a live state."""
         trials = tables.trials
         return list(
             connection.execute(
-                select(trials)
+                sa.select(trials)
                 .where(trials.c.experiment_id == experiment_id, trials.c.state.in_(LIVE_TRIALS))
                 .order_by(trials.c.id)
             )
         )
 
     @staticmethod
-    def live_attempt(connection: Connection, trial_id: int) -> Row[Any] | None:
+    def live_attempt(connection: sa.Connection, trial_id: int) -> sa.Row[Any] | None:
         """Return the attempt of a trial not yet ended, or None."""
         attempts = tables.attempts
         return connection.execute(
-            select(attempts).where(
+            sa.select(attempts).where(
                 attempts.c.trial_id == trial_id, attempts.c.state != AttemptState.ENDED.value
             )
         ).first()
@@ -219,7 +219,7 @@ class StateChanges:
         assert search is not None
         running = {view.request_id for view in search.trials() if view.exit_reason is None}
         trials = tables.trials.c
-        query = select(tables.trials).where(
+        query = sa.select(tables.trials).where(
             trials.experiment_id == experiment_id, trials.state.not_in(LIVE_TRIALS)
         )
         for trial in transaction.connection.execute(query.order_by(trials.id)).all():
@@ -269,9 +269,9 @@ class StateChanges:
         transaction.after_commit(lambda: self.searches.forget(experiment_id))
 
     @staticmethod
-    def _has_live_trials(connection: Connection, experiment_id: int) -> bool:
+    def _has_live_trials(connection: sa.Connection, experiment_id: int) -> bool:
         trials = tables.trials
-        query = select(trials.c.id).where(
+        query = sa.select(trials.c.id).where(
             trials.c.experiment_id == experiment_id, trials.c.state.in_(LIVE_TRIALS)
         )
         return connection.execute(query.limit(1)).first() is not None
@@ -281,7 +281,7 @@ class StateChanges:
     def set_trial_state(
         self,
         transaction: Transaction,
-        trial: Row[Any],
+        trial: sa.Row[Any],
         state: TrialState,
         *,
         reason: str | None = None,
@@ -322,7 +322,7 @@ class StateChanges:
         transaction.connection.execute(_TRIAL_CHANGE, {"wanted": trial_id, **values})
 
     def stop_trial(
-        self, transaction: Transaction, trial: Row[Any], state: TrialState, reason: str
+        self, transaction: Transaction, trial: sa.Row[Any], state: TrialState, reason: str
     ) -> None:
         """Move a trial to a stopping state; without an attempt the trial ends at once."""
         self.set_trial_state(transaction, trial, state, reason=reason)
@@ -338,7 +338,7 @@ class StateChanges:
     def end_trial(
         self,
         transaction: Transaction,
-        trial: Row[Any],
+        trial: sa.Row[Any],
         state: TrialState,
         *,
         exit_reason: ExitReason | None = None,
@@ -372,21 +372,21 @@ class StateChanges:
         transaction.connection.execute(_CONTROL_CHANGE, {"wanted": attempt_id, **values})
         transaction.after_commit(lambda: self._controls.notify(attempt_id))
 
-    def preempt(self, transaction: Transaction, attempt: Row[Any], reason: str) -> None:
+    def preempt(self, transaction: Transaction, attempt: sa.Row[Any], reason: str) -> None:
         """Ask an attempt to checkpoint and leave."""
         if attempt.preempt_reason is None:
             self.change_attempt(transaction, attempt.id, preempt_reason=reason)
 
 
-def experiments_without_live_trials(connection: Connection) -> list[int]:
+def experiments_without_live_trials(connection: sa.Connection) -> list[int]:
     """Return the live managed experiments without live trials."""
     experiments, trials = tables.experiments, tables.trials
     has_live_trials = (
-        select(trials.c.id)
+        sa.select(trials.c.id)
         .where(trials.c.experiment_id == experiments.c.id, trials.c.state.in_(LIVE_TRIALS))
         .exists()
     )
-    query = select(experiments.c.id).where(
+    query = sa.select(experiments.c.id).where(
         experiments.c.state.in_(_LIVE_EXPERIMENTS),
         experiments.c.external_id.is_(None),
         ~has_live_trials,

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, and_, func, or_, select
+import sqlalchemy as sa
 
 from paceline._cluster.master.experiments.checkpoint_places import storage_for_others
 from paceline._cluster.master.experiments.state_writer import StateChanges
@@ -127,7 +127,7 @@ class StorageHealth:
         self._pending.discard(storage)
         self._health[storage] = found
 
-    def read(self, connection: Connection) -> list[Storage]:
+    def read(self, connection: sa.Connection) -> list[Storage]:
         """Return the storages in use by what a connection shows, those that fail first."""
         uses = self._uses(connection)
         failed: Counter[str] = Counter(self._changes.storage_calls.num_failed)
@@ -147,7 +147,7 @@ class StorageHealth:
             found, key=lambda one: (one.failing_since is None, -one.num_bytes, one.storage)
         )
 
-    def problems(self, connection: Connection) -> list[str]:
+    def problems(self, connection: sa.Connection) -> list[str]:
         """Return a sentence for each storage that fails."""
         if all(one.failing_since is None for one in self._health.copy().values()):
             return []
@@ -159,20 +159,20 @@ class StorageHealth:
             if one.failing_since is not None and one.reason is not None
         ]
 
-    def _uses(self, connection: Connection) -> list[_Use]:
+    def _uses(self, connection: sa.Connection) -> list[_Use]:
         experiments, counts, projects = (
             tables.experiments.c,
             tables.counts.c,
             user_tables.projects.c,
         )
-        num_bytes = func.coalesce(func.sum(counts.num_bytes), 0).label("num_bytes")
-        of_experiment = and_(
+        num_bytes = sa.func.coalesce(sa.func.sum(counts.num_bytes), 0).label("num_bytes")
+        of_experiment = sa.and_(
             counts.experiment_id == experiments.id,
             counts.kind == CHECKPOINTS,
             counts.state != CheckpointState.DELETED.value,
         )
         query = (
-            select(
+            sa.select(
                 experiments.id, experiments.name, experiments.owner,
                 projects.name.label("project"), num_bytes,
             )
@@ -180,17 +180,17 @@ class StorageHealth:
             .outerjoin(tables.counts, of_experiment)
             .where(experiments.external_id.is_(None))
             .group_by(experiments.id)
-            .having(or_(num_bytes > 0, experiments.state.not_in(_OVER)))
+            .having(sa.or_(num_bytes > 0, experiments.state.not_in(_OVER)))
         )  # fmt: skip
         rows = connection.execute(query).all()
         self._learn_places(connection, [row.id for row in rows if row.id not in self._places])
         return [_Use(self._places[row.id], *row) for row in rows if row.id in self._places]
 
-    def _learn_places(self, connection: Connection, ids: list[int]) -> None:
+    def _learn_places(self, connection: sa.Connection, ids: list[int]) -> None:
         """Keep where experiments store: it never changes, and configs are slow to read."""
         experiments, default = tables.experiments.c, _canonical(self._changes.default_storage)
         section = experiments.config["checkpoint_storage"].as_string()
-        query = select(experiments.id, section).where(experiments.id.in_(many_ids()))
+        query = sa.select(experiments.id, section).where(experiments.id.in_(many_ids()))
         for number, text in connection.execute(query, ids_parameter(ids)):
             self._places[number] = _place(text) or default
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, insert, select, update
+import sqlalchemy as sa
 
 from paceline._base.journal_records import AttemptStarted
 from paceline._base.run_directory import RUN_FORMAT_VERSION, RunInfo
@@ -57,7 +57,7 @@ from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._validate_config import validate_config
 
 
-def experiment_of_run(connection: Connection, run_id: str) -> Row[Any] | None:
+def experiment_of_run(connection: sa.Connection, run_id: str) -> sa.Row[Any] | None:
     """Return the experiment of a run, None if unknown.
 
     Raises:
@@ -66,16 +66,16 @@ def experiment_of_run(connection: Connection, run_id: str) -> Row[Any] | None:
     check_object(connection, "run_id", run_id)
     experiments = tables.experiments
     return connection.execute(
-        select(experiments).where(experiments.c.external_id == run_id)
+        sa.select(experiments).where(experiments.c.external_id == run_id)
     ).first()
 
 
-def is_reported(experiment: Row[Any]) -> bool:
+def is_reported(experiment: sa.Row[Any]) -> bool:
     """Return whether only senders who may name no directory have reported a run."""
     return (experiment.external_path or REPORTED).startswith(REPORTED)
 
 
-def check_sender(experiment: Row[Any], *, is_trusted: bool) -> None:
+def check_sender(experiment: sa.Row[Any], *, is_trusted: bool) -> None:
     """Refuse a sender whose token only reports, for a run that another kind of sender registered.
 
     Raises:
@@ -91,11 +91,11 @@ def check_sender(experiment: Row[Any], *, is_trusted: bool) -> None:
         )
 
 
-def open_directory_runs(connection: Connection) -> list[Row[Any]]:
+def open_directory_runs(connection: sa.Connection) -> list[sa.Row[Any]]:
     """Return the unfinished experiments of runs with directories followed by a master."""
     experiments = tables.experiments
     states = (ExperimentState.ACTIVE.value, ExperimentState.PAUSED.value)
-    query = select(experiments).where(
+    query = sa.select(experiments).where(
         experiments.c.external_id.is_not(None),
         experiments.c.external_path.is_not(None),
         experiments.c.report_lease_s.is_(None),
@@ -104,20 +104,22 @@ def open_directory_runs(connection: Connection) -> list[Row[Any]]:
     return [row for row in connection.execute(query) if not is_reported(row)]
 
 
-def trial_of_run(connection: Connection, experiment_id: int) -> Row[Any]:
+def trial_of_run(connection: sa.Connection, experiment_id: int) -> sa.Row[Any]:
     """Return the only trial of an unmanaged experiment."""
     trials = tables.trials
-    return connection.execute(select(trials).where(trials.c.experiment_id == experiment_id)).one()
+    return connection.execute(
+        sa.select(trials).where(trials.c.experiment_id == experiment_id)
+    ).one()
 
 
-def run_attempts(connection: Connection, trial_id: int) -> list[Row[Any]]:
+def run_attempts(connection: sa.Connection, trial_id: int) -> list[sa.Row[Any]]:
     """Return a trial's attempts, the earliest first."""
     attempts = tables.attempts
-    query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
+    query = sa.select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
     return list(connection.execute(query))
 
 
-def reopen_attempt(connection: Connection, attempt: Row[Any]) -> None:
+def reopen_attempt(connection: sa.Connection, attempt: sa.Row[Any]) -> None:
     """Reopen an attempt ended by assumption: new records have come.
 
     It looked dead: its lock cannot be seen from another machine, for example. Or its chief has
@@ -129,21 +131,21 @@ def reopen_attempt(connection: Connection, attempt: Row[Any]) -> None:
     )
 
 
-def has_run_news(connection: Connection, attempt_id: int, batches: Iterable[RunBatch]) -> bool:
+def has_run_news(connection: sa.Connection, attempt_id: int, batches: Iterable[RunBatch]) -> bool:
     """Return whether the batches hold records of an attempt not yet stored."""
     marks = tables.journal_marks
     rows = connection.execute(
-        select(marks.c.rank, marks.c.sequence).where(marks.c.attempt_id == attempt_id)
+        sa.select(marks.c.rank, marks.c.sequence).where(marks.c.attempt_id == attempt_id)
     )
     stored = {row.rank: row.sequence for row in rows}
     return any(batch.records[-1][0] > stored.get(batch.rank, -1) for batch in batches)
 
 
-def run_reply(connection: Connection, experiment_id: int) -> RunReply:
+def run_reply(connection: sa.Connection, experiment_id: int) -> RunReply:
     """Return the ids and stored marks of a run; the reporter continues from these marks."""
     marks, attempts = tables.journal_marks, tables.attempts
     rows = connection.execute(
-        select(attempts.c.run_attempt, marks.c.generation, marks.c.rank, marks.c.sequence)
+        sa.select(attempts.c.run_attempt, marks.c.generation, marks.c.rank, marks.c.sequence)
         .join(attempts, attempts.c.id == marks.c.attempt_id)
         .where(attempts.c.experiment_id == experiment_id)
         .order_by(attempts.c.number, marks.c.rank)
@@ -156,12 +158,12 @@ def run_reply(connection: Connection, experiment_id: int) -> RunReply:
 
 
 def move_unmanaged_checkpoints(
-    connection: Connection, experiment_id: int, old: str, new: str
+    connection: sa.Connection, experiment_id: int, old: str, new: str
 ) -> None:
     """Store the new location of checkpoints after a move of their storage."""
     checkpoints = tables.checkpoints
     connection.execute(
-        update(checkpoints)
+        sa.update(checkpoints)
         .where(checkpoints.c.experiment_id == experiment_id, checkpoints.c.storage == old)
         .values(storage=new)
     )
@@ -314,8 +316,8 @@ class Unmanaged:
         return self._take_records(transaction, experiment, batches, is_alive, moved or {})
 
     def reported_trial(
-        self, connection: Connection, run_id: str, *, is_trusted: bool = True
-    ) -> Row[Any]:
+        self, connection: sa.Connection, run_id: str, *, is_trusted: bool = True
+    ) -> sa.Row[Any]:
         """Return the trial of a run that sends a file, which is a sign of life.
 
         Raises:
@@ -342,7 +344,7 @@ class Unmanaged:
         A new record brings them back.
         """
         experiments = tables.experiments
-        query = select(experiments).where(
+        query = sa.select(experiments).where(
             experiments.c.state == ExperimentState.ACTIVE.value,
             experiments.c.report_lease_s.is_not(None),
         )
@@ -373,7 +375,7 @@ class Unmanaged:
     def _take_records(
         self,
         transaction: Transaction,
-        experiment: Row[Any],
+        experiment: sa.Row[Any],
         batches: Sequence[RunBatch],
         is_alive: bool,
         moved: Mapping[str, str],
@@ -487,14 +489,14 @@ class Unmanaged:
         trial_id: int,
         key: tuple[int, int],
         batches: list[RunBatch],
-    ) -> Row[Any]:
+    ) -> sa.Row[Any]:
         connection = transaction.connection
         trial = self._changes.trial(connection, trial_id)
         number = trial.num_attempts + 1
         started = attempt_started(batches)
         first = batches[0].records[0][1]
         connection.execute(
-            insert(tables.attempts).values(
+            sa.insert(tables.attempts).values(
                 trial_id=trial_id,
                 experiment_id=trial.experiment_id,
                 number=number,
@@ -519,7 +521,7 @@ class Unmanaged:
     # ---- ends ------------------------------------------------------------------------------
 
     def _end_attempt(
-        self, transaction: Transaction, attempt: Row[Any], vanished: str = VANISHED
+        self, transaction: Transaction, attempt: sa.Row[Any], vanished: str = VANISHED
     ) -> None:
         """End an attempt at its last sign of life."""
         ended_at = attempt.last_record_at
@@ -577,7 +579,9 @@ class Unmanaged:
             changes.update_trial(transaction, trial.id, ended_at=ended_at)
             update_experiment(connection, experiment_id, ended_at=ended_at)
 
-    def _activate(self, transaction: Transaction, experiment: Row[Any], trial: Row[Any]) -> None:
+    def _activate(
+        self, transaction: Transaction, experiment: sa.Row[Any], trial: sa.Row[Any]
+    ) -> None:
         changes = self._changes
         if TrialState(trial.state).is_terminal:
             changes.set_trial_state(transaction, trial, TrialState.ACTIVE, reason="resumed")

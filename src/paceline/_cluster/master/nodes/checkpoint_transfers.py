@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, select
+import sqlalchemy as sa
 
 from paceline import faults
 from paceline._base.journal_records import CheckpointStored
@@ -41,13 +41,7 @@ from paceline._cluster.messages.runner_messages import (
     ShardOffer,
 )
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, CheckpointState
-from paceline.storage._checkpoint_files import (
-    MANIFEST_NAME,
-    MAX_TEXT_BYTES,
-    Manifest,
-    decode_manifest,
-    done_name,
-)
+from paceline.storage import _checkpoint_files
 from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._incoming_checkpoint import IncomingCheckpoint, forget_incoming
@@ -178,7 +172,7 @@ class OpenUploads:
         """Find where attempts may have sent files to, before this master began."""
         attempts = tables.attempts.c
         with self._database.read() as connection:
-            query = select(attempts.id, attempts.experiment_id).where(
+            query = sa.select(attempts.id, attempts.experiment_id).where(
                 attempts.state.in_(LIVE_ATTEMPTS), attempts.run_attempt.is_(None)
             )
             experiments = {row.id: row.experiment_id for row in connection.execute(query)}
@@ -222,10 +216,10 @@ class OpenUploads:
         return True
 
 
-def live_attempt_ids(connection: Connection) -> set[int]:
+def live_attempt_ids(connection: sa.Connection) -> set[int]:
     """Return the ids of attempts not yet ended."""
     attempts = tables.attempts.c
-    query = select(attempts.id).where(attempts.state.in_(LIVE_ATTEMPTS))
+    query = sa.select(attempts.id).where(attempts.state.in_(LIVE_ATTEMPTS))
     return set(connection.execute(query).scalars())
 
 
@@ -435,7 +429,9 @@ class Transfers:
 
         self._database.write(note).result()
 
-    def readable(self, attempt_id: int, uuid: str) -> tuple[CheckpointStorage, Manifest]:
+    def readable(
+        self, attempt_id: int, uuid: str
+    ) -> tuple[CheckpointStorage, _checkpoint_files.Manifest]:
         """Return the storage and manifest of a checkpoint readable by an attempt.
 
         Raises:
@@ -467,13 +463,15 @@ class Transfers:
         """Return the manifest and the done files of a checkpoint; raises like `readable`."""
         storage, _ = self.readable(attempt_id, uuid)
         shards: dict[int, str] = {}
-        left = MAX_TEXT_BYTES
+        left = _checkpoint_files.MAX_TEXT_BYTES
         while (
-            text := _checkpoint_file_text(storage, uuid, done_name(len(shards)), left)
+            text := _checkpoint_file_text(
+                storage, uuid, _checkpoint_files.done_name(len(shards)), left
+            )
         ) is not None:
             shards[len(shards)] = text
             left -= len(text) + _SMALLEST_DONE
-        manifest = _checkpoint_file_text(storage, uuid, MANIFEST_NAME)
+        manifest = _checkpoint_file_text(storage, uuid, _checkpoint_files.MANIFEST_NAME)
         assert manifest is not None
         return CheckpointFiles(manifest=manifest, shards=shards)
 
@@ -510,14 +508,14 @@ class Transfers:
 
     # ---- details -------------------------------------------------------------------------
 
-    def _directory_of(self, connection: Connection, attempt: Row[Any]) -> DirectoryStorage:
+    def _directory_of(self, connection: sa.Connection, attempt: sa.Row[Any]) -> DirectoryStorage:
         experiment = StateChanges.experiment(connection, attempt.experiment_id)
         place = experiment_place(experiment, self._changes.default_storage)
         if "://" in place:
             raise RefusedError("other_storage", f"Nodes themselves store checkpoints in {place}.")
         return DirectoryStorage(place, has_one_owner=True)
 
-    def _place(self, row: Row[Any]) -> CheckpointPlace:
+    def _place(self, row: sa.Row[Any]) -> CheckpointPlace:
         with self._database.read() as connection:
             return checkpoint_place(connection, row, self._changes.default_storage)
 
@@ -560,10 +558,10 @@ class Transfers:
             raise
         self._uploads.close(attempt_id, manifest.uuid)
 
-    def _shrink(self, row: Row[Any], files: CheckpointFiles) -> None:
+    def _shrink(self, row: sa.Row[Any], files: CheckpointFiles) -> None:
         """Delete a checkpoint's files missing from its new manifest."""
         place = self._place(row)
-        kept = decode_manifest(files.manifest.encode(), row.uuid).files
+        kept = _checkpoint_files.decode_manifest(files.manifest.encode(), row.uuid).files
         with self._changes.storage_calls.noted(place.storage):
             storage = place.opened(row.uuid)
             manifest = storage.manifest(row.uuid)
@@ -580,7 +578,7 @@ class Transfers:
         self._database.write(note).result()
 
 
-def _check_own(row: Row[Any], attempt: Row[Any]) -> None:
+def _check_own(row: sa.Row[Any], attempt: sa.Row[Any]) -> None:
     if row.trial_id != attempt.trial_id:
         raise RefusedError(
             "other_trial",
@@ -592,13 +590,16 @@ def _is_there(storage: DirectoryStorage, uuid: str, files: CheckpointFiles) -> b
     """Return whether a checkpoint is already in place, moved there by a previous master."""
     if not storage.exists(uuid):
         return False
-    if _checkpoint_file_text(storage, uuid, MANIFEST_NAME) != files.manifest:
+    if _checkpoint_file_text(storage, uuid, _checkpoint_files.MANIFEST_NAME) != files.manifest:
         raise RefusedError("other_checkpoint", f"There is another checkpoint {uuid}.")
     return True
 
 
 def _checkpoint_file_text(
-    storage: CheckpointStorage, uuid: str, name: str, max_bytes: int = MAX_TEXT_BYTES
+    storage: CheckpointStorage,
+    uuid: str,
+    name: str,
+    max_bytes: int = _checkpoint_files.MAX_TEXT_BYTES,
 ) -> str | None:
     """Return a file of the commit protocol, None if there is none.
 
@@ -612,12 +613,13 @@ def _checkpoint_file_text(
     if len(data) > max_bytes:
         raise RefusedError(
             "checkpoint_unusable",
-            f"The manifest of checkpoint {uuid} must have at most {MAX_TEXT_BYTES} bytes, and so"
-            f" must all of its done files, but {name} is beyond.",
+            f"The manifest of checkpoint {uuid} must have at most"
+            f" {_checkpoint_files.MAX_TEXT_BYTES} bytes, and so must all of its done"
+            f" files, but {name} is beyond.",
         )
     return data.decode()
 
 
-def _row_of(connection: Connection, uuid: str) -> Row[Any] | None:
-    query = select(tables.checkpoints).where(tables.checkpoints.c.uuid == uuid)
+def _row_of(connection: sa.Connection, uuid: str) -> sa.Row[Any] | None:
+    query = sa.select(tables.checkpoints).where(tables.checkpoints.c.uuid == uuid)
     return connection.execute(query).first()

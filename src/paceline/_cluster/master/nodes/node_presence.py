@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sqlalchemy import update
+import sqlalchemy as sa
 
 from paceline._cluster.master.executors import Launch
 from paceline._cluster.master.experiments.attempts import Leases
@@ -243,7 +243,7 @@ class NodePresence:
         if heard.has_left != has_left:
             heard.has_left = has_left
             values = {"has_left": has_left, "seen_at": heard.seen_at}
-            query = update(tables.nodes).where(tables.nodes.c.id == node_id).values(**values)
+            query = sa.update(tables.nodes).where(tables.nodes.c.id == node_id).values(**values)
             # Nobody waits for the commit.
             self._database.write(lambda transaction: transaction.connection.execute(query))
 

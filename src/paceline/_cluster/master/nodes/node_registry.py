@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, insert, select
+import sqlalchemy as sa
 
 from paceline._base.process_and_network import LOOPBACK_HOSTS
 from paceline._cluster.master.authentication import StoredToken, Tokens
@@ -66,7 +66,7 @@ def _is_loopback(address: str) -> bool:
     return address in LOOPBACK_HOSTS or address.startswith("127.")
 
 
-def stored_node(row: Row[Any]) -> RegisteredNode:
+def stored_node(row: sa.Row[Any]) -> RegisteredNode:
     """Return the node of a row of the table."""
     facts = msgspec.convert(row.facts, NodeFacts)
     return RegisteredNode(**dict(row._mapping) | {"facts": facts})
@@ -113,7 +113,7 @@ class Nodes(Machines):
         self.presence = NodePresence(lease_s, database, wakeups)
         self.orders = NodeOrders(self.presence)
         with database.read() as connection:
-            rows = connection.execute(select(tables.nodes))
+            rows = connection.execute(sa.select(tables.nodes))
             self._nodes = {row.id: stored_node(row) for row in rows}
         for node in self._nodes.values():
             self.presence.begin(node.id, node.session, has_left=node.has_left)
@@ -138,7 +138,7 @@ class Nodes(Machines):
             connection = transaction.connection
             # Stored row: another runner may have registered in this transaction.
             row = connection.execute(
-                select(tables.nodes).where(tables.nodes.c.name == facts.name)
+                sa.select(tables.nodes).where(tables.nodes.c.name == facts.name)
             ).first()
             known = None if row is None else stored_node(row)
             # With attempts at work it comes back, lets them finish, and gets no others.
@@ -328,9 +328,9 @@ class Nodes(Machines):
         """Forget a node after the commit of a transaction; its runner has to register again."""
         nodes, connection = tables.nodes, transaction.connection
         keep_ids(connection, nodes)
-        connection.execute(delete(nodes).where(nodes.c.id == node_id))
+        connection.execute(sa.delete(nodes).where(nodes.c.id == node_id))
         drained = tables.drained_slots
-        connection.execute(delete(drained).where(drained.c.node_id == node_id))
+        connection.execute(sa.delete(drained).where(drained.c.node_id == node_id))
         transaction.after_commit(lambda: self._drop(node_id))
 
     # ---- helpers ------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class Nodes(Machines):
 
     def _check_pools(
         self,
-        connection: Connection,
+        connection: sa.Connection,
         known: RegisteredNode | None,
         facts: NodeFacts,
         token: StoredToken | None,
@@ -402,7 +402,7 @@ class Nodes(Machines):
 
 
 def _stored_registration(
-    connection: Connection, known: RegisteredNode | None, facts: NodeFacts, token_id: int | None
+    connection: sa.Connection, known: RegisteredNode | None, facts: NodeFacts, token_id: int | None
 ) -> RegisteredNode:
     """Store a new node, or a new session of a known node."""
     nodes, now = tables.nodes, time.time()
@@ -413,7 +413,7 @@ def _stored_registration(
     }  # fmt: skip
     if known is None:
         values |= {"id": new_id(connection, nodes), "session": 1, "is_draining": False}
-        connection.execute(insert(nodes).values(**values))
+        connection.execute(sa.insert(nodes).values(**values))
     else:
         values |= {"session": known.session + 1, "is_draining": known.is_draining}
         update_row(connection, nodes, known.id, **values)
@@ -421,5 +421,5 @@ def _stored_registration(
     return RegisteredNode(**values | {"facts": facts})
 
 
-def _is_at_work(connection: Connection, node_id: int) -> bool:
+def _is_at_work(connection: sa.Connection, node_id: int) -> bool:
     return any(node_id in slots_by_node(attempt) for attempt in live_attempts(connection))

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, or_, select, update
+import sqlalchemy as sa
 
 from paceline._cluster.master.executors import AttemptStatus, Executor, Launch
 from paceline._cluster.master.experiments.attempt_runners import end_runner
@@ -17,16 +17,7 @@ from paceline._cluster.master.nodes.registration_checks import RegisteredNode
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import read_members, slots_by_node
 from paceline._cluster.master.store.database import Database, Transaction
-from paceline._cluster.messages.runner_messages import (
-    LOCAL_NODE,
-    STARTER_LABEL,
-    AttemptEnd,
-    NodeLaunch,
-    NodePoll,
-    NodeWork,
-    runner_id,
-    split_runner_id,
-)
+from paceline._cluster.messages import runner_messages as messages
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, AttemptState, ExitReason
 
 logger = logging.getLogger(__name__)
@@ -46,8 +37,8 @@ class _Live:
 
 
 def work_for(
-    database: Database, changes: StateChanges, nodes: Nodes, node_id: int, poll: NodePoll
-) -> NodeWork:
+    database: Database, changes: StateChanges, nodes: Nodes, node_id: int, poll: messages.NodePoll
+) -> messages.NodeWork:
     """Return the work for a polling node, and end the attempts lost by the node.
 
     An attempt that began on the node and is gone from it is never started again. A node that
@@ -78,11 +69,11 @@ def work_for(
         _end_lost(database, changes, lost)
     offers = nodes.orders.launches(node_id)
     launches = [
-        NodeLaunch(spec=offer.spec, info=offer.info, secrets=dict(offer.secrets))
+        messages.NodeLaunch(spec=offer.spec, info=offer.info, secrets=dict(offer.secrets))
         for one in missing
         if one not in lost and (offer := offers.get(one.attempt_id)) is not None
     ]
-    return NodeWork(
+    return messages.NodeWork(
         version=version,
         wanted=[one.attempt_id for one in live if one not in lost],
         launches=launches,
@@ -91,21 +82,21 @@ def work_for(
     )
 
 
-def _was_taken_away(connection: Connection, attempt_ids: set[int]) -> bool:
+def _was_taken_away(connection: sa.Connection, attempt_ids: set[int]) -> bool:
     attempts = tables.attempts.c
     ended = connection.execute(
-        select(attempts.exit).where(attempts.id.in_(attempt_ids), attempts.exit.is_not(None))
+        sa.select(attempts.exit).where(attempts.id.in_(attempt_ids), attempts.exit.is_not(None))
     ).scalars()
     # Other ended attempts are no strays: a runner reporting its own end leaves by itself, soon.
     return any(end["reason"] in _TAKEN_AWAY for end in ended)
 
 
-def _live_on_node(connection: Connection, node_id: int) -> list[_Live]:
+def _live_on_node(connection: sa.Connection, node_id: int) -> list[_Live]:
     """Return the attempts wanted on a node."""
     attempts = tables.attempts.c
-    query = select(tables.attempts).where(
+    query = sa.select(tables.attempts).where(
         attempts.state.in_(LIVE_ATTEMPTS),
-        or_(attempts.node_id == node_id, attempts.members.is_not(None)),
+        sa.or_(attempts.node_id == node_id, attempts.members.is_not(None)),
     )
     found = []
     for row in connection.execute(query.order_by(attempts.id)):
@@ -146,7 +137,7 @@ def _leave_with_others(
 def _end_lost(database: Database, changes: StateChanges, lost: list[_Live]) -> None:
     def job(transaction: Transaction) -> None:
         for one in lost:
-            end = AttemptEnd(
+            end = messages.AttemptEnd(
                 reason=ExitReason.RUNNER_LOST,
                 code=None,
                 signal=None,
@@ -180,8 +171,8 @@ class NodeExecutor(Executor):
     def start(self, launch: Launch) -> None:
         """Start an attempt's runner, or have its node do so."""
         spec = launch.spec
-        node_id = self._place(runner_id(spec.attempt_id, spec.member))
-        if node_id == LOCAL_NODE:
+        node_id = self._place(messages.runner_id(spec.attempt_id, spec.member))
+        if node_id == messages.LOCAL_NODE:
             self._local.start(launch)
         else:
             self._nodes.orders.start(node_id, launch)
@@ -192,9 +183,9 @@ class NodeExecutor(Executor):
         The node ships a dead runner's records, so no runner there is gone for the master.
         """
         node_id = self._place(attempt_id)
-        if node_id == LOCAL_NODE:
+        if node_id == messages.LOCAL_NODE:
             return self._local.status(attempt_id)
-        attempt, member = split_runner_id(attempt_id)
+        attempt, member = messages.split_runner_id(attempt_id)
         state = self._state(attempt, member)
         if state in (None, AttemptState.ENDED.value):
             return AttemptStatus.GONE
@@ -206,16 +197,16 @@ class NodeExecutor(Executor):
 
     def ship(self, attempt_id: int) -> None:
         """Send a departed local runner's unsent reports; other nodes do so by themselves."""
-        if self._place(attempt_id) == LOCAL_NODE:
+        if self._place(attempt_id) == messages.LOCAL_NODE:
             self._local.ship(attempt_id)
 
     def kill_runner(self, attempt_id: int) -> None:
         """Kill a runner, or have its node do so."""
         node_id = self._place(attempt_id)
-        if node_id == LOCAL_NODE:
+        if node_id == messages.LOCAL_NODE:
             self._local.kill_runner(attempt_id)
         else:
-            self._nodes.orders.kill(node_id, split_runner_id(attempt_id)[0])
+            self._nodes.orders.kill(node_id, messages.split_runner_id(attempt_id)[0])
 
     def is_out_of_reach(self, attempt_id: int) -> bool:
         """Return whether a runner's node is lost.
@@ -223,14 +214,14 @@ class NodeExecutor(Executor):
         While others of its attempt wait for its end, a node whose poll was cut off counts as lost.
         """
         node_id = self._place(attempt_id)
-        if node_id == LOCAL_NODE:
+        if node_id == messages.LOCAL_NODE:
             return self._local.is_out_of_reach(attempt_id)
         is_cut_off = self._has_others[attempt_id] and self._nodes.presence.is_cut_off(node_id)
         return is_cut_off or self._nodes.presence.is_lost(node_id)
 
     def sign_of_life(self, attempt_id: int) -> object:
         """Return a local runner's sign of life; None on other nodes, known by requests only."""
-        is_local = self._place(attempt_id) == LOCAL_NODE
+        is_local = self._place(attempt_id) == messages.LOCAL_NODE
         return self._local.sign_of_life(attempt_id) if is_local else None
 
     def clean(self, keep: set[int]) -> None:
@@ -245,13 +236,13 @@ class NodeExecutor(Executor):
     def _place(self, number: int) -> int:
         """Return the node of a runner."""
         if number not in self._node_of:
-            attempt_id, member = split_runner_id(number)
+            attempt_id, member = messages.split_runner_id(number)
             row = self._row(attempt_id)
             if len(self._node_of) >= _MAX_KNOWN:
                 self._node_of.clear()
                 self._has_others.clear()
             nodes = [] if row is None else [*slots_by_node(row)]
-            self._node_of[number] = nodes[member] if member < len(nodes) else LOCAL_NODE
+            self._node_of[number] = nodes[member] if member < len(nodes) else messages.LOCAL_NODE
             self._has_others[number] = len(nodes) > 1
         return self._node_of[number]
 
@@ -261,10 +252,10 @@ class NodeExecutor(Executor):
             return None if row is None else str(row.state)
         return read_members(row)[member].state.value
 
-    def _row(self, attempt_id: int) -> Row[Any] | None:
+    def _row(self, attempt_id: int) -> sa.Row[Any] | None:
         attempts = tables.attempts
         with self._database.read() as connection:
-            query = select(attempts).where(attempts.c.id == attempt_id)
+            query = sa.select(attempts).where(attempts.c.id == attempt_id)
             return connection.execute(query).first()
 
 
@@ -298,7 +289,7 @@ class LostNodes:
             return
         connection, drained = transaction.connection, tables.drained_slots.c.node_id
         used = {id_ for one in live_attempts(connection) for id_ in slots_by_node(one)}
-        used |= set(connection.execute(select(drained)).scalars())
+        used |= set(connection.execute(sa.select(drained)).scalars())
         for node in forgettable:
             if node.id not in used:
                 logger.info("The node %s is forgotten: it is lost.", node.name)
@@ -315,7 +306,7 @@ class LostNodes:
                 transaction.emit("node_lost", 0, node=node.name, seen_at=seen_at)
         for node_id, seen_at in seen.items():
             if seen_at and seen_at != before.get(node_id):
-                query = update(tables.nodes).where(tables.nodes.c.id == node_id)
+                query = sa.update(tables.nodes).where(tables.nodes.c.id == node_id)
                 transaction.connection.execute(query.values(seen_at=seen_at))
         self._stored_seen = seen
 
@@ -352,5 +343,7 @@ class LostNodes:
         token = self._nodes.token(node)
         if node.token_id is not None and (token is None or not token.is_usable):
             return _ENDED_KEPT_S
-        is_for_any = token is None or token.node is None or STARTER_LABEL in node.facts.labels
+        is_for_any = (
+            token is None or token.node is None or messages.STARTER_LABEL in node.facts.labels
+        )
         return _LOST_KEPT_S if is_for_any else math.inf

@@ -17,8 +17,8 @@ from pydantic import Field, ValidationError, model_validator
 from paceline._base.journal_records import decode_value
 from paceline._cluster.messages.runner_messages import NAME_PATTERN
 from paceline._cluster.messages.states import ExperimentState, TrialState
+from paceline.config import _fields_and_problems as fields
 from paceline.config._environment_and_secrets import Notify, Threshold, Topic, hide_values
-from paceline.config._fields_and_problems import Age, ConfigError, Problem, Section, Text, refused
 from paceline.config._read_yaml import read_yaml_file
 
 _LEVELS = ("debug", "info", "warn", "error")
@@ -254,7 +254,7 @@ def overdue_notices(memory: Memory, now: float) -> list[Sent]:
     return list(dict.fromkeys(found))
 
 
-class Channel(Section):
+class Channel(fields.Section):
     """Where messages go.
 
     Attributes:
@@ -264,18 +264,18 @@ class Channel(Section):
         pause: The least time between two messages.
     """
 
-    url: Text | None = Field(default=None, repr=False)
+    url: fields.Text | None = Field(default=None, repr=False)
     webhook: Annotated[str, Field(pattern=r"^https?://[^/\s]+\S*$")] | None = Field(
         default=None, repr=False
     )
     secret: Annotated[str, Field(pattern=_SECRET)] | None = Field(default=None, repr=False)
-    pause: Age = 60.0
+    pause: fields.Age = 60.0
 
     @model_validator(mode="after")
     def _check_address(self) -> "Channel":
         is_webhook = self.webhook is not None
         if is_webhook is (self.url is not None) or is_webhook is (self.secret is None):
-            raise refused("must have a `url`, or a `webhook` with a `secret`")
+            raise fields.refused("must have a `url`, or a `webhook` with a `secret`")
         return self
 
     @property
@@ -292,21 +292,21 @@ class Channel(Section):
 class Rule(Notify):
     """Choice of messages and channels for all experiments, or for those with all `labels`."""
 
-    to: Annotated[list[Text], Field(min_length=1)]
+    to: Annotated[list[fields.Text], Field(min_length=1)]
     events: list[Topic | Literal["node_lost"]] = [  # type: ignore[assignment]
         *("alert", "experiment_ended", "experiment_failed", "node_lost")
     ]
-    labels: list[Text] = []
+    labels: list[fields.Text] = []
 
 
-class NotifySettings(Section):
+class NotifySettings(fields.Section):
     """The content of the file; `link` is the address of the web UI in messages."""
 
     channels: Annotated[
         dict[Annotated[str, Field(pattern=NAME_PATTERN)], Channel], Field(max_length=50)
     ] = {}
     rules: Annotated[list[Rule], Field(max_length=100)] = []
-    link: Text | None = None
+    link: fields.Text | None = None
 
     def check(self, config: Notify) -> None:
         """Check the channels of an experiment or a rule.
@@ -316,14 +316,14 @@ class NotifySettings(Section):
         """
         unknown = [name for name in config.to if name not in self.channels]
         if unknown:
-            problem = Problem(
+            problem = fields.Problem(
                 path="notify.to",
                 value=unknown,
                 message="must name channels that the master's `notify.yaml` has",
                 allowed=", ".join(sorted(self.channels)) or "none yet",
                 hint="`paceline notify list` shows them; an administrator adds others.",
             )
-            raise ConfigError([problem])
+            raise fields.ConfigError([problem])
 
 
 def read_notify_file(path: Path) -> NotifySettings:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-from sqlalchemy import JSON, Connection, Row, delete, func, insert, literal, select
+import sqlalchemy as sa
 
 from paceline._cluster.master.notify import notices, send_message
 from paceline._cluster.master.notify.notices import (
@@ -390,12 +390,16 @@ class Notifier:
     def _load(self) -> None:
         attempts, meta = tables.attempts.c, tables.meta.c
         with self._database.read() as connection:
-            text = connection.scalar(select(meta.value).where(meta.key == _KEY))
-            newest = connection.scalar(select(func.max(tables.events.c.id))) or 0
-            began = literal(self._memory.started_at).label("time")
-            nothing = literal({}, type_=JSON).label("data")
-            query = select(
-                attempts.experiment_id, attempts.trial_id, began, nothing, literal("").label("kind")
+            text = connection.scalar(sa.select(meta.value).where(meta.key == _KEY))
+            newest = connection.scalar(sa.select(sa.func.max(tables.events.c.id))) or 0
+            began = sa.literal(self._memory.started_at).label("time")
+            nothing = sa.literal({}, type_=sa.JSON).label("data")
+            query = sa.select(
+                attempts.experiment_id,
+                attempts.trial_id,
+                began,
+                nothing,
+                sa.literal("").label("kind"),
             ).where(attempts.state == AttemptState.RUNNING.value)
             running = self._happenings(connection, connection.execute(query).all())
         if text is None:
@@ -416,12 +420,12 @@ class Notifier:
 
     # ---- events ----------------------------------------------------------------------------
 
-    def _read_events(self, connection: Connection) -> tuple[list[Happening], int]:
+    def _read_events(self, connection: sa.Connection) -> tuple[list[Happening], int]:
         """Return the next events, and the id of the newest event read."""
         events, cursor = tables.events, self._saved.cursor
-        newest = connection.scalar(select(func.max(events.c.id))) or cursor
+        newest = connection.scalar(sa.select(sa.func.max(events.c.id))) or cursor
         query = (
-            select(events)
+            sa.select(events)
             .where(events.c.id > cursor, events.c.id <= newest, events.c.kind.in_(notices.EVENTS))
             .order_by(events.c.id)
             .limit(_EVENTS_PER_READ)
@@ -432,7 +436,9 @@ class Notifier:
             self._woken.set()
         return self._happenings(connection, rows), max(newest, cursor)
 
-    def _happenings(self, connection: Connection, rows: Sequence[Row[Any]]) -> list[Happening]:
+    def _happenings(
+        self, connection: sa.Connection, rows: Sequence[sa.Row[Any]]
+    ) -> list[Happening]:
         """Return events with the facts of their experiments, except of deleted experiments."""
         facts = self._facts(connection, {row.experiment_id for row in rows})
         found = []
@@ -451,7 +457,7 @@ class Notifier:
         return found
 
     def _facts(
-        self, connection: Connection, ids: Iterable[int]
+        self, connection: sa.Connection, ids: Iterable[int]
     ) -> dict[int, tuple[str, list[Notify], float | None]]:
         """Return the name, the rules and the end of runs without a master, by experiment."""
         rules = self._settings.rules
@@ -459,7 +465,7 @@ class Notifier:
         # News of the master itself.
         found[0] = "", [rule for rule in rules if not rule.labels], None
         experiments = tables.experiments
-        for row in connection.execute(select(experiments).where(experiments.c.id.in_(ids))):
+        for row in connection.execute(sa.select(experiments).where(experiments.c.id.in_(ids))):
             general: list[Notify] = [rule for rule in rules if {*rule.labels} <= {*row.labels}]
             # A run without a master comes from whoever may report: its config decides nothing.
             is_managed = row.external_id is None
@@ -470,18 +476,18 @@ class Notifier:
 
 def _store(transaction: Transaction, text: str | None) -> None:
     meta = tables.meta
-    transaction.connection.execute(delete(meta).where(meta.c.key == _KEY))
+    transaction.connection.execute(sa.delete(meta).where(meta.c.key == _KEY))
     if text is not None:
-        transaction.connection.execute(insert(meta).values(key=_KEY, value=text))
+        transaction.connection.execute(sa.insert(meta).values(key=_KEY, value=text))
 
 
-def _add_cut_metrics(connection: Connection, event: Happening) -> None:
+def _add_cut_metrics(connection: sa.Connection, event: Happening) -> None:
     """Add the newest values of watched metrics to an event without its large report."""
     watched = {limit.metric for rule in event.rules for limit in rule.thresholds}
     if not watched or event.data.get("metrics") != {}:
         return
     series = tables.series.c
-    query = select(series.key, series.last).where(
+    query = sa.select(series.key, series.last).where(
         series.trial_id == event.trial_id, series.group == event.group, series.key.in_(watched)
     )
     for row in connection.execute(query.order_by(series.attempt)):

@@ -4,8 +4,8 @@ from math import isfinite
 from typing import Any
 
 import msgspec
+import sqlalchemy as sa
 from msgspec.structs import replace
-from sqlalchemy import Connection, Row, bindparam, select, update
 
 from paceline._base.journal_records import (
     AnyRecord,
@@ -30,9 +30,9 @@ from paceline._cluster.messages.states import AttemptState, TrialState
 from paceline.config._searcher_section import BATCHES, Searcher
 from paceline.search._search_messages import Reported
 
-_BEST = update(tables.experiments).where(tables.experiments.c.id == bindparam("wanted"))
-_RUNNING = select(tables.attempts.c.id).where(
-    tables.attempts.c.experiment_id == bindparam("wanted"),
+_BEST = sa.update(tables.experiments).where(tables.experiments.c.id == sa.bindparam("wanted"))
+_RUNNING = sa.select(tables.attempts.c.id).where(
+    tables.attempts.c.experiment_id == sa.bindparam("wanted"),
     tables.attempts.c.state == AttemptState.RUNNING.value,
 )
 
@@ -53,9 +53,11 @@ class Validations:
         attempt: The attempt that reports.
     """
 
-    def __init__(self, changes: StateChanges, transaction: Transaction, attempt: Row[Any]) -> None:
+    def __init__(
+        self, changes: StateChanges, transaction: Transaction, attempt: sa.Row[Any]
+    ) -> None:
         self._changes, self._transaction, self._attempt = changes, transaction, attempt
-        self._rows: tuple[Row[Any], Row[Any], Searcher] | None = None
+        self._rows: tuple[sa.Row[Any], sa.Row[Any], Searcher] | None = None
         self._is_deciding = self._is_progress_due = False
         self._best: float | None = None
         self._best_of_all: tuple[float | None, int | None] = (None, None)
@@ -113,7 +115,7 @@ class Validations:
                 self._is_progress_due = False
                 self._write()
 
-    def _read_rows(self) -> tuple[Row[Any], Row[Any], Searcher]:
+    def _read_rows(self) -> tuple[sa.Row[Any], sa.Row[Any], Searcher]:
         connection = self._transaction.connection
         trial = self._changes.brief_trial(connection, self._attempt.trial_id)
         experiment = self._changes.experiment(connection, self._attempt.experiment_id)
@@ -172,7 +174,7 @@ class Validations:
         return rows[0].metrics if rows and rows[0].step == step else {}
 
 
-def recompute_best(changes: StateChanges, transaction: Transaction, trial: Row[Any]) -> None:
+def recompute_best(changes: StateChanges, transaction: Transaction, trial: sa.Row[Any]) -> None:
     """Work the best out anew after a restart superseded some reports."""
     experiment = changes.experiment(transaction.connection, trial.experiment_id)
     searcher = config_of(experiment).searcher
@@ -198,7 +200,7 @@ def _update_experiment(
     value = trials.c.best_metric
     order = value if searcher.smaller_is_better else value.desc()
     best = connection.execute(
-        select(trials.c.id, trials.c.best_metric)
+        sa.select(trials.c.id, trials.c.best_metric)
         .where(trials.c.experiment_id == experiment_id, trials.c.best_metric.is_not(None))
         .order_by(order, trials.c.id)
         .limit(1)
@@ -231,7 +233,7 @@ def _is_better(value: float, best: float | None, is_smaller_better: bool) -> boo
 
 
 def _check_metric(
-    changes: StateChanges, transaction: Transaction, attempt: Row[Any], report: MetricsReported
+    changes: StateChanges, transaction: Transaction, attempt: sa.Row[Any], report: MetricsReported
 ) -> None:
     """Warn about validations without the searched metric, or end a search without any value.
 
@@ -258,7 +260,7 @@ def _check_metric(
 
 
 def end_unmeasured(
-    changes: StateChanges, transaction: Transaction, trial: Row[Any], problem: str
+    changes: StateChanges, transaction: Transaction, trial: sa.Row[Any], problem: str
 ) -> None:
     """End a search without any value of its metric, and fail the experiment.
 
@@ -274,7 +276,10 @@ def end_unmeasured(
 
 
 def take_operation(
-    changes: StateChanges, transaction: Transaction, attempt: Row[Any], record: OperationCompleted
+    changes: StateChanges,
+    transaction: Transaction,
+    attempt: sa.Row[Any],
+    record: OperationCompleted,
 ) -> None:
     connection = transaction.connection
     trial = changes.brief_trial(connection, attempt.trial_id)
@@ -320,7 +325,7 @@ CHIEF = 0
 
 
 def with_validations(
-    connection: Connection, attempt: Row[Any], rank: int, records: list[AnyRecord]
+    connection: sa.Connection, attempt: sa.Row[Any], rank: int, records: list[AnyRecord]
 ) -> list[AnyRecord]:
     """Return the records, with a validation added for each train function report so marked.
 

@@ -3,7 +3,7 @@
 import time
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+import sqlalchemy as sa
 
 from paceline._base.arguments_and_errors import Rng
 from paceline._cluster.master.experiments.state_decisions import RefusedError
@@ -23,7 +23,7 @@ _WAITING, _TAKEN = "proposal", "proposal-taken"
 
 
 def add_proposal(
-    connection: Connection, experiment_id: int, search: Search, proposal: dict[str, Any]
+    connection: sa.Connection, experiment_id: int, search: Search, proposal: dict[str, Any]
 ) -> int:
     """Store a proposal for the next trial of a search, and return its number.
 
@@ -49,7 +49,7 @@ def add_proposal(
     number = waiting + _count(connection, experiment_id, _TAKEN) + 1
     now = time.time()
     connection.execute(
-        insert(tables.documents).values(
+        sa.insert(tables.documents).values(
             kind=_WAITING,
             parent=str(experiment_id),
             name=f"{number:09}",
@@ -77,12 +77,12 @@ def checked_proposal(
         raise RefusedError("outside_space", f"A proposal must lie in the space: {what}") from None
 
 
-def read_proposals(connection: Connection, experiment_id: int) -> list[dict[str, Any]]:
+def read_proposals(connection: sa.Connection, experiment_id: int) -> list[dict[str, Any]]:
     """Return the proposals for a search by number, with the trials made of them."""
     trials = tables.trials.c
     rows = _rows(connection, experiment_id, _WAITING, _TAKEN)
     ids = [row.content.get("request_id") for row in rows]
-    query = select(trials.request_id, trials.id).where(
+    query = sa.select(trials.request_id, trials.id).where(
         trials.experiment_id == experiment_id, trials.request_id.in_(filter(None, ids))
     )
     made = {row.request_id: row.id for row in connection.execute(query)}
@@ -98,7 +98,7 @@ def read_proposals(connection: Connection, experiment_id: int) -> list[dict[str,
 
 
 def take_proposal(
-    connection: Connection, experiment: Row[Any], search: Search, create: Create
+    connection: sa.Connection, experiment: sa.Row[Any], search: Search, create: Create
 ) -> Proposed | None:
     """Return the oldest proposal as the answer to a search's ask; None without any.
 
@@ -122,24 +122,24 @@ def take_proposal(
     return None
 
 
-def _note_taken(connection: Connection, row: Row[Any], **facts: str) -> None:
+def _note_taken(connection: sa.Connection, row: sa.Row[Any], **facts: str) -> None:
     documents = tables.documents
     place = (documents.c[name] == getattr(row, name) for name in ("kind", "parent", "name"))
     values = {"kind": _TAKEN, "content": {**row.content, **facts}, "changed_at": time.time()}
-    connection.execute(update(documents).where(*place).values(values))
+    connection.execute(sa.update(documents).where(*place).values(values))
 
 
-def _rows(connection: Connection, experiment_id: int, *kinds: str) -> list[Row[Any]]:
+def _rows(connection: sa.Connection, experiment_id: int, *kinds: str) -> list[sa.Row[Any]]:
     documents = tables.documents
-    query = select(documents).where(
+    query = sa.select(documents).where(
         documents.c.kind.in_(kinds), documents.c.parent == str(experiment_id)
     )
     return list(connection.execute(query.order_by(documents.c.name)))
 
 
-def _count(connection: Connection, experiment_id: int, kind: str) -> int:
+def _count(connection: sa.Connection, experiment_id: int, kind: str) -> int:
     documents = tables.documents.c
-    query = select(func.count()).where(
+    query = sa.select(sa.func.count()).where(
         documents.kind == kind, documents.parent == str(experiment_id)
     )
     return connection.execute(query).scalar_one()

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, select
+import sqlalchemy as sa
 
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
@@ -58,7 +58,7 @@ _IDLE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    row: Row[Any]
+    row: sa.Row[Any]
     space: Space
     asks: Sequence[Create]
     observations: Sequence[Observation]
@@ -99,7 +99,7 @@ class SamplerAnswers:
         experiments = tables.experiments
         live = experiments.c.ended_at.is_(None), experiments.c.external_id.is_(None)
         with self._database.read() as connection:
-            rows = connection.execute(select(experiments).where(*live)).all()
+            rows = connection.execute(sa.select(experiments).where(*live)).all()
         for row in rows:
             if config_of(row).searcher.is_asking:
                 self.ask(row.id)
@@ -210,7 +210,7 @@ class SamplerAnswers:
 
     def _question(self, transaction: Transaction, experiment_id: int) -> _Question | None:
         experiments = tables.experiments
-        query = select(experiments).where(experiments.c.id == experiment_id)
+        query = sa.select(experiments).where(experiments.c.id == experiment_id)
         row = transaction.connection.execute(query).first()
         if row is None or not takes_inputs(row):
             return None
@@ -252,7 +252,7 @@ class SamplerAnswers:
         self, transaction: Transaction, experiment_id: int, answers: Sequence[Proposed]
     ) -> int:
         """Store answers, at least one and for `_MOST_STORING_S`; return how many are done."""
-        found = select(tables.experiments).where(tables.experiments.c.id == experiment_id)
+        found = sa.select(tables.experiments).where(tables.experiments.c.id == experiment_id)
         row = transaction.connection.execute(found).first()
         # The experiment may have ended, and gone, meanwhile.
         if row is None or not takes_inputs(row):
@@ -321,7 +321,7 @@ def recall_trials(
             f" direction to be learned from, but searches for {searched.metric!r}.",
         )
     trials = tables.trials.c
-    query = select(trials.hparams, trials.best_metric, trials.best_step).where(
+    query = sa.select(trials.hparams, trials.best_metric, trials.best_step).where(
         trials.experiment_id == source_id,
         trials.ended_at.is_not(None),
         trials.best_metric.is_not(None),

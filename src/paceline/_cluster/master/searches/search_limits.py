@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, func, or_, select, update
+import sqlalchemy as sa
 
 from paceline._cluster.master.experiments.config_rules import check_changed_config
 from paceline._cluster.master.experiments.state_decisions import INVALID_HP, RefusedError
@@ -46,7 +46,7 @@ class SearchClock:
         connection, now = transaction.connection, time.monotonic()
         passed_s, self._last = now - self._last, now
         experiments = tables.experiments
-        query = select(experiments).where(
+        query = sa.select(experiments).where(
             experiments.c.ended_at.is_(None),
             experiments.c.external_id.is_(None),
             experiments.c.config[("searcher", "limits")].as_string().is_not(None),
@@ -73,13 +73,16 @@ class SearchClock:
             _keep_last(connection, experiment_id, *taken[experiment_id])
 
 
-def _keep_last(connection: Connection, experiment_id: int, wall_s: float, slot_s: float) -> None:
+def _keep_last(connection: sa.Connection, experiment_id: int, wall_s: float, slot_s: float) -> None:
     """Keep what a search has taken that takes no inputs any more."""
     place = {"kind": _LAST, "parent": str(experiment_id), "name": ""}
     documents = tables.documents
     # An experiment that was deleted meanwhile is gone with its documents.
-    if connection.scalar(select(tables.experiments.c.id).filter_by(id=experiment_id)) is not None:
-        connection.execute(delete(documents).filter_by(**place))
+    if (
+        connection.scalar(sa.select(tables.experiments.c.id).filter_by(id=experiment_id))
+        is not None
+    ):
+        connection.execute(sa.delete(documents).filter_by(**place))
         content = {"wall_s": wall_s, "slot_s": slot_s}
         insert_document(connection, **place, content=content, experiment_id=experiment_id)
 
@@ -102,7 +105,9 @@ def _is_due(budget: Budget, wall_s: float, slot_s: float, *, is_changed: bool) -
     return is_late and any(limit is not None for *_, limit in pairs)
 
 
-def _taken_before(connection: Connection, row: Row[Any], budget: Budget) -> tuple[float, float]:
+def _taken_before(
+    connection: sa.Connection, row: sa.Row[Any], budget: Budget
+) -> tuple[float, float]:
     """Return what a search took before now by the stored times; a clock set back adds nothing."""
     told, now = _last_spent(connection, row.id), time.time()
     since = row.created_at if told is None else told[1]
@@ -115,18 +120,20 @@ def _taken_before(connection: Connection, row: Row[Any], budget: Budget) -> tupl
     return wall_s, slot_s
 
 
-def _attempts(connection: Connection, experiment_id: int, is_live: bool) -> list[Row[Any]]:
+def _attempts(connection: sa.Connection, experiment_id: int, is_live: bool) -> list[sa.Row[Any]]:
     attempts = tables.attempts
-    query = select(attempts).where(attempts.c.experiment_id == experiment_id)
+    query = sa.select(attempts).where(attempts.c.experiment_id == experiment_id)
     if is_live:
         query = query.where(attempts.c.state != AttemptState.ENDED.value)
     return list(connection.execute(query))
 
 
-def _last_spent(connection: Connection, experiment_id: int) -> tuple[dict[str, Any], float] | None:
+def _last_spent(
+    connection: sa.Connection, experiment_id: int
+) -> tuple[dict[str, Any], float] | None:
     inputs = tables.search_inputs.c
     query = (
-        select(inputs.input, inputs.time)
+        sa.select(inputs.input, inputs.time)
         .where(inputs.experiment_id == experiment_id, inputs.input["type"].as_string() == "spent")
         .order_by(inputs.number.desc())
         .limit(1)
@@ -138,7 +145,7 @@ def _last_spent(connection: Connection, experiment_id: int) -> tuple[dict[str, A
 def change_limits(
     transaction: Transaction,
     changes: StateChanges,
-    row: Row[Any],
+    row: sa.Row[Any],
     given: dict[str, Any],
     *,
     is_reopened: bool = False,
@@ -157,7 +164,7 @@ def change_limits(
     check_changed_config(transaction.connection, row, config=checked, is_reopened=is_reopened)
     experiments = tables.experiments
     transaction.connection.execute(
-        update(experiments)
+        sa.update(experiments)
         .where(experiments.c.id == row.id)
         .values(
             config={
@@ -191,16 +198,16 @@ def tell_time_before(transaction: Transaction, changes: StateChanges, experiment
         changes.search_operations.apply_input(transaction, experiment_id, given)
 
 
-def _told(connection: Connection, experiment_id: int) -> tuple[float, float]:
+def _told(connection: sa.Connection, experiment_id: int) -> tuple[float, float]:
     """Return the wall time and the slot time that a search was told, or had at its end."""
     place = {"kind": _LAST, "parent": str(experiment_id), "name": ""}
-    last = connection.scalar(select(tables.documents.c.content).filter_by(**place)) or {}
+    last = connection.scalar(sa.select(tables.documents.c.content).filter_by(**place)) or {}
     told, _ = _last_spent(connection, experiment_id) or ({}, 0.0)
     pairs = ((each.get("wall_s", 0.0), each.get("slot_s", 0.0)) for each in (last, told))
     return max(pairs)
 
 
-def _taken_now(connection: Connection, row: Row[Any]) -> tuple[float, float]:
+def _taken_now(connection: sa.Connection, row: sa.Row[Any]) -> tuple[float, float]:
     """Return the wall time and the slot time that a search has taken, about now."""
     wall_s, slot_s = _told(connection, row.id)
     if row.ended_at is None:
@@ -212,7 +219,7 @@ def _taken_now(connection: Connection, row: Row[Any]) -> tuple[float, float]:
     return wall_s, slot_s
 
 
-def used_limits(connection: Connection, row: Row[Any]) -> list[dict[str, Any]]:
+def used_limits(connection: sa.Connection, row: sa.Row[Any]) -> list[dict[str, Any]]:
     """Return each limit of a search, with the used and the remaining amount.
 
     What a search has taken since it was told last goes by the clock of the day, for as long as it
@@ -226,10 +233,10 @@ def used_limits(connection: Connection, row: Row[Any]) -> list[dict[str, Any]]:
     if not given:
         return []
     trials, budget = tables.trials.c, Budget(limits=Limited(**given), best=row.best_metric)
-    number = select(func.count()).where(trials.experiment_id == row.id)
+    number = sa.select(sa.func.count()).where(trials.experiment_id == row.id)
     # Each reads rows of all trials or attempts, which are many.
     if "max_trials" in given:
-        is_counted = or_(trials.stop_reason.is_(None), trials.stop_reason != INVALID_HP)
+        is_counted = sa.or_(trials.stop_reason.is_(None), trials.stop_reason != INVALID_HP)
         budget.num_trials = connection.scalar(number.where(is_counted)) or 0
     if "max_failures" in given:
         is_failed = trials.state == TrialState.ERROR.value
@@ -246,7 +253,7 @@ def used_limits(connection: Connection, row: Row[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def end_reason(row: Row[Any], limits: list[dict[str, Any]]) -> str | None:
+def end_reason(row: sa.Row[Any], limits: list[dict[str, Any]]) -> str | None:
     """Return which of the used limits has ended the search of an experiment; None without one."""
     by_name = {each["name"]: each for each in limits}
     reached = next((each["name"] for each in limits if each["is_reached"]), None)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+import sqlalchemy as sa
 
 from paceline import faults
 from paceline._cluster.master.experiments.state_decisions import SearchEnd
@@ -24,19 +24,7 @@ from paceline._cluster.messages.states import (
 )
 from paceline.config._searcher_registry import MissingSearcher, SingleSearcher
 from paceline.config._searcher_section import Searcher
-from paceline.search._search_messages import (
-    Create,
-    Input,
-    Limited,
-    Operation,
-    Progressed,
-    Recalled,
-    Reported,
-    Shutdown,
-    Started,
-    Stop,
-    Train,
-)
+from paceline.search import _search_messages as messages
 from paceline.search._search_method import SearchMethodError
 
 if TYPE_CHECKING:
@@ -48,7 +36,7 @@ _GROUP = "validation"
 
 
 def describe_nan_metric(
-    transaction: Transaction, trial: Row[Any], experiment: Row[Any]
+    transaction: Transaction, trial: sa.Row[Any], experiment: sa.Row[Any]
 ) -> str | None:
     """Return a warning if the searched metric was reported but never finite, else None."""
     if trial.best_metric is not None or trial.latest_metric is None:
@@ -65,7 +53,7 @@ def describe_nan_metric(
 
 
 def describe_missing_metric(
-    transaction: Transaction, trial: Row[Any], experiment: Row[Any]
+    transaction: Transaction, trial: sa.Row[Any], experiment: sa.Row[Any]
 ) -> str | None:
     """Return a warning naming the missing metrics of a completed trial, or None."""
     searcher = config_of(experiment).searcher
@@ -91,7 +79,7 @@ def describe_missing_metric(
 
 
 def describe_untrained(
-    transaction: Transaction, trial: Row[Any], experiment: Row[Any]
+    transaction: Transaction, trial: sa.Row[Any], experiment: sa.Row[Any]
 ) -> str | None:
     """Return the error of a continued trial that ended without any training; None otherwise."""
     is_continued = experiment.parent_trial_id is not None and trial.source_checkpoint is not None
@@ -112,19 +100,21 @@ def describe_untrained(
     )
 
 
-def is_single(experiment: Row[Any]) -> bool:
+def is_single(experiment: sa.Row[Any]) -> bool:
     """Return whether the searcher is `single`: a lone trial needs no metric for a choice."""
     return isinstance(config_of(experiment).searcher, SingleSearcher)
 
 
-def others_have_reported(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> bool:
+def others_have_reported(
+    transaction: Transaction, trial: sa.Row[Any], experiment: sa.Row[Any]
+) -> bool:
     """Return whether trials of the search reported all metrics missing from this trial."""
     searcher = config_of(experiment).searcher
     reported = read_summary(transaction.connection, trial.id).get(_GROUP, {})
     names = [name for name in searcher.judged_metrics or [searcher.metric] if name not in reported]
     series, trials = tables.series.c, tables.trials.c
     found = (
-        select(series.id)
+        sa.select(series.id)
         .join_from(tables.series, tables.trials, trials.id == series.trial_id)
         .where(trials.experiment_id == experiment.id, series.group == _GROUP)
         .limit(1)
@@ -133,36 +123,36 @@ def others_have_reported(transaction: Transaction, trial: Row[Any], experiment: 
     return all(connection.scalar(found.where(series.key == name)) is not None for name in names)
 
 
-def num_validations(connection: Connection, trial_id: int) -> tuple[int, int | None]:
+def num_validations(connection: sa.Connection, trial_id: int) -> tuple[int, int | None]:
     """Return the number of validations of a trial, and the step of the first or None."""
     series = tables.series.c
     row = connection.execute(
-        select(func.max(series.num_points), func.min(series.first_step)).where(
+        sa.select(sa.func.max(series.num_points), sa.func.min(series.first_step)).where(
             series.trial_id == trial_id, series.group == _GROUP
         )
     ).one()
     return row[0] or 0, row[1]
 
 
-def is_never_finite(connection: Connection, experiment_id: int) -> bool:
+def is_never_finite(connection: sa.Connection, experiment_id: int) -> bool:
     """Return whether the searched metric was reported, but never with a finite value."""
     experiments, trials = tables.experiments, tables.trials.c
     experiment = connection.execute(
-        select(experiments).where(experiments.c.id == experiment_id)
+        sa.select(experiments).where(experiments.c.id == experiment_id)
     ).one()
     if experiment.best_metric is not None or is_single(experiment):
         return False
-    reported = select(trials.id).where(
+    reported = sa.select(trials.id).where(
         trials.experiment_id == experiment_id, trials.latest_metric.is_not(None)
     )
     return connection.execute(reported.limit(1)).first() is not None
 
 
-def describe_unmeasured(connection: Connection, experiment_id: int) -> str:
+def describe_unmeasured(connection: sa.Connection, experiment_id: int) -> str:
     """Return the error for a search without any finite value of its metric."""
     experiments = tables.experiments
     experiment = connection.execute(
-        select(experiments).where(experiments.c.id == experiment_id)
+        sa.select(experiments).where(experiments.c.id == experiment_id)
     ).one()
     return (
         f"A trial must report a finite value of the searched metric"
@@ -192,8 +182,8 @@ class SearchOperations:
         self,
         transaction: Transaction,
         experiment_id: int,
-        given: Input,
-        row: Row[Any] | None = None,
+        given: messages.Input,
+        row: sa.Row[Any] | None = None,
         settle: Callable[[], None] | None = None,
     ) -> bool:
         """Feed an input to the search and carry out the resulting operations.
@@ -223,7 +213,9 @@ class SearchOperations:
             operations = self._searches.apply(transaction, row.id, given)
             search = self._searches.peek(transaction, row.id)
             has_asks = search is not None and search.num_asks > 0
-            may_pause = isinstance(given, Reported) and config_of(row).searcher.waits_at_targets
+            may_pause = (
+                isinstance(given, messages.Reported) and config_of(row).searcher.waits_at_targets
+            )
             is_quiet = not (operations or has_asks or may_pause)
             if is_quiet and settle is not None:
                 return True
@@ -234,19 +226,19 @@ class SearchOperations:
             self.take_proposals(transaction, row)
         except SearchMethodError as error:
             # Inputs of a request: the caller refuses it, so the error is raised.
-            if isinstance(given, Started | Limited | Recalled):
+            if isinstance(given, messages.Started | messages.Limited | messages.Recalled):
                 raise
             if settle is not None:
                 settle()
             self._fail_search(transaction, experiment_id, error)
             return False
-        if isinstance(given, Reported) and may_pause:
+        if isinstance(given, messages.Reported) and may_pause:
             self._pause_at_target(transaction, experiment_id, given)
         known = row if is_quiet else None
         return self.update_progress(transaction, experiment_id, known) and is_quiet
 
     def _pause_at_target(
-        self, transaction: Transaction, experiment_id: int, given: Reported
+        self, transaction: Transaction, experiment_id: int, given: messages.Reported
     ) -> None:
         trial = self._trial_of(transaction, experiment_id, given.request_id)
         is_there = trial.target_length is not None and given.time >= trial.target_length
@@ -257,7 +249,7 @@ class SearchOperations:
         if attempt is not None:
             self._changes.preempt(transaction, attempt, "it waits for the search")
 
-    def take_proposals(self, transaction: Transaction, experiment: Row[Any]) -> None:
+    def take_proposals(self, transaction: Transaction, experiment: sa.Row[Any]) -> None:
         """Answer open asks of a search by waiting proposals."""
         search = self._searches.peek(transaction, experiment.id)
         while search is not None and search.num_asks:
@@ -291,17 +283,17 @@ class SearchOperations:
         self._searches.forget(experiment_id)
         self._changes.fail_experiment(transaction, experiment_id, str(error))
 
-    def note_progress(self, transaction: Transaction, trial: Row[Any], progress: float) -> None:
+    def note_progress(self, transaction: Transaction, trial: sa.Row[Any], progress: float) -> None:
         """Record a trial's progress; no decision follows, and nothing is logged."""
         self._changes.update_trial(transaction, trial.id, progress=progress)
         row = self._changes.experiment(transaction.connection, trial.experiment_id)
         if takes_inputs(row):
-            told = Progressed(request_id=trial.request_id, progress=progress)
+            told = messages.Progressed(request_id=trial.request_id, progress=progress)
             self._searches.note_progress(transaction, trial.experiment_id, told)
             self.update_progress(transaction, trial.experiment_id)
 
     def update_progress(
-        self, transaction: Transaction, experiment_id: int, row: Row[Any] | None = None
+        self, transaction: Transaction, experiment_id: int, row: sa.Row[Any] | None = None
     ) -> bool:
         """Store the progress of the experiment after a visible change; return whether none was."""
         connection = transaction.connection
@@ -318,7 +310,7 @@ class SearchOperations:
         if progress is None or abs(progress - row.progress) < 0.001:
             return True
         connection.execute(
-            update(tables.experiments)
+            sa.update(tables.experiments)
             .where(tables.experiments.c.id == experiment_id)
             .values(progress=progress)
         )
@@ -326,19 +318,23 @@ class SearchOperations:
         return False
 
     def _carry_out(
-        self, transaction: Transaction, experiment: Row[Any], operation: Operation, given: Input
+        self,
+        transaction: Transaction,
+        experiment: sa.Row[Any],
+        operation: messages.Operation,
+        given: messages.Input,
     ) -> None:
         experiment_id = experiment.id
-        if isinstance(operation, Create):
+        if isinstance(operation, messages.Create):
             self._create_trial(transaction, experiment_id, operation)
-        elif isinstance(operation, Train):
+        elif isinstance(operation, messages.Train):
             trial = self._trial_of(transaction, experiment_id, operation.request_id)
             self._changes.update_trial(
                 transaction, trial.id, target_length=operation.length, is_waiting=False
             )
             self._tell_attempt(transaction, trial.id)
             transaction.after_commit(self._changes.wakeups.wake)
-        elif isinstance(operation, Stop):
+        elif isinstance(operation, messages.Stop):
             trial = self._trial_of(transaction, experiment_id, operation.request_id)
             self._changes.update_trial(transaction, trial.id, operations_closed=True)
             self._tell_attempt(transaction, trial.id)
@@ -349,7 +345,7 @@ class SearchOperations:
                 if limit is not None:
                     reason = f"the search has reached its limit `{limit}`"
                 self._changes.stop_trial(transaction, trial, TrialState.STOPPING_COMPLETED, reason)
-        elif isinstance(operation, Shutdown):
+        elif isinstance(operation, messages.Shutdown):
             end = SearchEnd.COMPLETED
             if operation.failure:
                 end = SearchEnd.FAILED
@@ -360,7 +356,7 @@ class SearchOperations:
             self._changes.end_search(transaction, experiment_id, end)
 
     def _create_trial(
-        self, transaction: Transaction, experiment_id: int, operation: Create
+        self, transaction: Transaction, experiment_id: int, operation: messages.Create
     ) -> None:
         experiment = self._changes.experiment(transaction.connection, experiment_id)
         source = config_of(experiment).searcher.source_checkpoint_uuid
@@ -385,7 +381,7 @@ class SearchOperations:
                 self._searches.apply(transaction, experiment_id, answer)
                 hparams = answer.hparams or hparams
         result = transaction.connection.execute(
-            insert(tables.trials).values(
+            sa.insert(tables.trials).values(
                 id=new_id(transaction.connection, tables.trials),
                 experiment_id=experiment_id,
                 request_id=operation.request_id,
@@ -414,10 +410,10 @@ class SearchOperations:
             self._changes.change_attempt(transaction, attempt.id)
 
     @staticmethod
-    def _trial_of(transaction: Transaction, experiment_id: int, request_id: str) -> Row[Any]:
+    def _trial_of(transaction: Transaction, experiment_id: int, request_id: str) -> sa.Row[Any]:
         trials = tables.trials
         return transaction.connection.execute(
-            select(trials).where(
+            sa.select(trials).where(
                 trials.c.experiment_id == experiment_id, trials.c.request_id == request_id
             )
         ).one()
@@ -426,13 +422,13 @@ class SearchOperations:
 _DECIDING = {one.value for one in ExperimentState if not (one.is_stopping or one.is_terminal)}
 
 
-def takes_inputs(experiment: Row[Any]) -> bool:
+def takes_inputs(experiment: sa.Row[Any]) -> bool:
     """Return whether the search of an experiment still decides."""
     return experiment.search_end is None and experiment.state in _DECIDING
 
 
-def _stop_reason(searcher: Searcher, given: Input) -> str:
+def _stop_reason(searcher: Searcher, given: messages.Input) -> str:
     longest = float("inf") if searcher.length is None else searcher.length
-    if searcher.wants_reports and isinstance(given, Reported) and given.time >= longest:
+    if searcher.wants_reports and isinstance(given, messages.Reported) and given.time >= longest:
         return FULLY_TRAINED
     return STOPPED_BY_SEARCH

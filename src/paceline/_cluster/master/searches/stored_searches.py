@@ -10,18 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Row,
-    String,
-    cast,
-    delete,
-    func,
-    insert,
-    select,
-    update,
-)
+import sqlalchemy as sa
 
 from paceline import faults
 from paceline._base.journal_records import encode_float
@@ -29,16 +18,9 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, Transaction, dump_json_fast
 from paceline.config._searcher_registry import MissingSearcher
+from paceline.search import _search_messages as messages
 from paceline.search._rungs import Losses, pareto_front
 from paceline.search._search import Search
-from paceline.search._search_messages import (
-    Input,
-    Operation,
-    Progressed,
-    Reported,
-    input_from_json,
-    message_to_json,
-)
 from paceline.search._search_method import Arrival, RungView, SearchMethodError
 
 logger = logging.getLogger(__name__)
@@ -80,7 +62,9 @@ class Searches:
         # Told of each experiment whose state has changed, after a commit.
         self.on_state: Callable[[int], None] = lambda experiment_id: None
 
-    def apply(self, transaction: Transaction, experiment_id: int, given: Input) -> list[Operation]:
+    def apply(
+        self, transaction: Transaction, experiment_id: int, given: messages.Input
+    ) -> list[messages.Operation]:
         """Apply an input, and store the input with the resulting operations.
 
         Raises:
@@ -89,8 +73,8 @@ class Searches:
         loaded = self._load(transaction, experiment_id)
         operations = None if loaded.search is None else loaded.search.apply(given)
         place = experiment_id, loaded.num_inputs, time.time()
-        stored = (*place, message_to_json(given), dump_json_fast(_as_json(operations)))
-        if isinstance(given, Reported):
+        stored = (*place, messages.message_to_json(given), dump_json_fast(_as_json(operations)))
+        if isinstance(given, messages.Reported):
             transaction.insert_late(_INPUT, stored)
         else:
             transaction.connection.exec_driver_sql(_INPUT, stored)
@@ -109,7 +93,7 @@ class Searches:
 
     def catch_up(
         self, transaction: Transaction, experiment_id: int
-    ) -> list[tuple[Input, list[Operation]]]:
+    ) -> list[tuple[messages.Input, list[messages.Operation]]]:
         """Apply the inputs stored while the search method was missing, and return the operations.
 
         Raises:
@@ -119,15 +103,15 @@ class Searches:
         if loaded.search is None:
             return []
         inputs, decided = tables.search_inputs, []
-        waiting = select(inputs.c.number, inputs.c.input).where(
+        waiting = sa.select(inputs.c.number, inputs.c.input).where(
             inputs.c.experiment_id == experiment_id, _is_undecided()
         )
         for number, stored in list(transaction.connection.execute(waiting.order_by("number"))):
-            given = input_from_json(json.dumps(stored))
+            given = messages.input_from_json(json.dumps(stored))
             operations = loaded.search.apply(given)
             decided.append((given, operations))
             transaction.connection.execute(
-                update(inputs)
+                sa.update(inputs)
                 .where(inputs.c.experiment_id == experiment_id, inputs.c.number == number)
                 .values(operations=_as_json(operations))
             )
@@ -150,7 +134,9 @@ class Searches:
                 " instead of tuples and sets."
             )
 
-    def note_progress(self, transaction: Transaction, experiment_id: int, told: Progressed) -> None:
+    def note_progress(
+        self, transaction: Transaction, experiment_id: int, told: messages.Progressed
+    ) -> None:
         """Report a trial's progress to a search; this decides nothing and is not stored."""
         search = self.peek(transaction, experiment_id)
         if search is not None:
@@ -180,13 +166,15 @@ class Searches:
         return loaded
 
     @staticmethod
-    def _store_snapshot(connection: Connection, experiment_id: int, loaded: LoadedSearch) -> None:
+    def _store_snapshot(
+        connection: sa.Connection, experiment_id: int, loaded: LoadedSearch
+    ) -> None:
         if loaded.search is None:
             return
         snapshots = tables.search_snapshots
-        connection.execute(delete(snapshots).where(snapshots.c.experiment_id == experiment_id))
+        connection.execute(sa.delete(snapshots).where(snapshots.c.experiment_id == experiment_id))
         connection.execute(
-            insert(snapshots).values(
+            sa.insert(snapshots).values(
                 experiment_id=experiment_id,
                 num_inputs=loaded.num_inputs,
                 snapshot=loaded.search.snapshot(),
@@ -195,20 +183,20 @@ class Searches:
         loaded.num_in_snapshot = loaded.num_inputs
 
 
-def load_search(connection: Connection, experiment_id: int) -> LoadedSearch:
+def load_search(connection: sa.Connection, experiment_id: int) -> LoadedSearch:
     """Return a search from the database."""
     inputs = tables.search_inputs
     row = _row(connection, experiment_id)
     snapshots = tables.search_snapshots
     snapshot = connection.execute(
-        select(snapshots).where(snapshots.c.experiment_id == experiment_id)
+        sa.select(snapshots).where(snapshots.c.experiment_id == experiment_id)
     ).first()
     num_in_snapshot = 0 if snapshot is None else snapshot.num_inputs
     num_inputs = connection.execute(
-        select(func.count()).where(inputs.c.experiment_id == experiment_id)
+        sa.select(sa.func.count()).where(inputs.c.experiment_id == experiment_id)
     ).scalar_one()
     decided = connection.execute(
-        select(inputs.c.input)
+        sa.select(inputs.c.input)
         .where(
             inputs.c.experiment_id == experiment_id,
             inputs.c.number >= num_in_snapshot,
@@ -221,7 +209,7 @@ def load_search(connection: Connection, experiment_id: int) -> LoadedSearch:
     try:
         search = _restored(row, None if snapshot is None else snapshot.snapshot)
         for stored in decided:
-            search.apply(input_from_json(json.dumps(stored)))
+            search.apply(messages.input_from_json(json.dumps(stored)))
     except SearchMethodError as error:
         if num_inputs == 0:
             raise
@@ -233,12 +221,12 @@ def load_search(connection: Connection, experiment_id: int) -> LoadedSearch:
     return LoadedSearch(search, num_inputs, num_in_snapshot)
 
 
-def _row(connection: Connection, experiment_id: int) -> Row[Any]:
+def _row(connection: sa.Connection, experiment_id: int) -> sa.Row[Any]:
     experiments = tables.experiments
-    return connection.execute(select(experiments).where(experiments.c.id == experiment_id)).one()
+    return connection.execute(sa.select(experiments).where(experiments.c.id == experiment_id)).one()
 
 
-def _restored(row: Row[Any], snapshot: dict[str, Any] | None) -> Search:
+def _restored(row: sa.Row[Any], snapshot: dict[str, Any] | None) -> Search:
     config = config_of(row)
     if snapshot is None:
         is_asking = config.searcher.is_asking
@@ -246,38 +234,38 @@ def _restored(row: Row[Any], snapshot: dict[str, Any] | None) -> Search:
     return Search.restore(config.search_config(), config.hyperparameters, snapshot)
 
 
-def missing_methods(connection: Connection) -> list[tuple[int, str]]:
+def missing_methods(connection: sa.Connection) -> list[tuple[int, str]]:
     """Return the live experiments with a missing search method, and the method's name."""
     experiments = tables.experiments
-    rows = connection.execute(select(experiments).where(*_is_going_on()).order_by("id"))
+    rows = connection.execute(sa.select(experiments).where(*_is_going_on()).order_by("id"))
     searchers = [(row.id, config_of(row).searcher) for row in rows]
     return [(id_, one.name) for id_, one in searchers if isinstance(one, MissingSearcher)]
 
 
-def undecided_searches(connection: Connection) -> list[int]:
+def undecided_searches(connection: sa.Connection) -> list[int]:
     """Return the live experiments with undecided search inputs."""
     experiments, inputs = tables.experiments, tables.search_inputs
     query = (
-        select(experiments.c.id)
+        sa.select(experiments.c.id)
         .join(inputs, inputs.c.experiment_id == experiments.c.id)
         .where(*_is_going_on(), _is_undecided())
     )
     return list(connection.execute(query.distinct().order_by(experiments.c.id)).scalars())
 
 
-def _is_going_on() -> tuple[ColumnElement[bool], ...]:
+def _is_going_on() -> tuple[sa.ColumnElement[bool], ...]:
     experiments = tables.experiments
     return experiments.c.ended_at.is_(None), experiments.c.external_id.is_(None)
 
 
-def _is_undecided() -> ColumnElement[bool]:
-    return cast(tables.search_inputs.c.operations, String) == "null"
+def _is_undecided() -> sa.ColumnElement[bool]:
+    return sa.cast(tables.search_inputs.c.operations, sa.String) == "null"
 
 
-def _as_json(operations: list[Operation] | None) -> Any:
+def _as_json(operations: list[messages.Operation] | None) -> Any:
     if operations is None:
         return None
-    return [json.loads(message_to_json(operation)) for operation in operations]
+    return [json.loads(messages.message_to_json(operation)) for operation in operations]
 
 
 class StoredProposal(msgspec.Struct):
@@ -288,10 +276,10 @@ class StoredProposal(msgspec.Struct):
     is_fallback: bool
 
 
-def proposal_of(connection: Connection, trial: Row[Any]) -> StoredProposal | None:
+def proposal_of(connection: sa.Connection, trial: sa.Row[Any]) -> StoredProposal | None:
     """Return who proposed a trial; None if its search draws by itself."""
     given = tables.search_inputs.c
-    query = select(given.input).where(
+    query = sa.select(given.input).where(
         given.experiment_id == trial.experiment_id,
         # Stored in the same moment; few inputs are read so.
         given.time.between(trial.created_at - _MOMENT_S, trial.created_at + _MOMENT_S),
@@ -304,24 +292,24 @@ def proposal_of(connection: Connection, trial: Row[Any]) -> StoredProposal | Non
     return None if found is None else msgspec.convert(found, StoredProposal)
 
 
-def count_proposals(connection: Connection, experiment_id: int) -> tuple[int, int, str | None]:
+def count_proposals(connection: sa.Connection, experiment_id: int) -> tuple[int, int, str | None]:
     """Return how many trials were proposed, how many of them as fallbacks, and the last reason."""
     given = tables.search_inputs.c
     of_search = given.experiment_id == experiment_id, _is_proposal()
-    query = select(func.count()).where(*of_search)
+    query = sa.select(sa.func.count()).where(*of_search)
     fallbacks = (*of_search, given.input["is_fallback"].as_boolean().is_(True))
-    last = select(given.input).where(*fallbacks).order_by(given.number.desc()).limit(1)
+    last = sa.select(given.input).where(*fallbacks).order_by(given.number.desc()).limit(1)
     found = connection.execute(last).scalar()
     number = connection.execute(query).scalar_one()
     return (
         number,
-        connection.execute(select(func.count()).where(*fallbacks)).scalar_one(),
+        connection.execute(sa.select(sa.func.count()).where(*fallbacks)).scalar_one(),
         None if found is None else found["why"],
     )
 
 
-def _is_proposal() -> ColumnElement[bool]:
-    is_proposal: ColumnElement[bool] = (
+def _is_proposal() -> sa.ColumnElement[bool]:
+    is_proposal: sa.ColumnElement[bool] = (
         tables.search_inputs.c.input["type"].as_string() == "proposed"
     )
     return is_proposal
@@ -429,7 +417,7 @@ class SearchViews:
             if made is not None and made.num_inputs == num_inputs:
                 return made.brackets
             stored = connection.execute(
-                select(tables.search_views).where(
+                sa.select(tables.search_views).where(
                     tables.search_views.c.experiment_id == experiment_id
                 )
             ).first()
@@ -493,14 +481,14 @@ def thinned(entries: Sequence[Any], limit: int) -> list[Any]:
     return [entries[index * last // max(limit - 1, 1)] for index in range(limit)]
 
 
-def _num_inputs(connection: Connection, experiment_id: int) -> int:
+def _num_inputs(connection: sa.Connection, experiment_id: int) -> int:
     inputs = tables.search_inputs.c
-    newest = select(func.max(inputs.number)).where(inputs.experiment_id == experiment_id)
+    newest = sa.select(sa.func.max(inputs.number)).where(inputs.experiment_id == experiment_id)
     found: int | None = connection.execute(newest).scalar()
     return 0 if found is None else found + 1
 
 
-def _read_view(connection: Connection, experiment_id: int, search: Search | None) -> Brackets:
+def _read_view(connection: sa.Connection, experiment_id: int, search: Search | None) -> Brackets:
     rungs = [bracket.rungs for bracket in (() if search is None else search.rungs())]
     shown = [[thinned(rung.entries, MAX_RUNG_ENTRIES) for rung in bracket] for bracket in rungs]
     requests = {entry.request_id for bracket in shown for rung in bracket for entry in rung}
@@ -538,12 +526,12 @@ def _shown_arrival(arrival: Arrival | None) -> ShownArrival | None:
 
 
 def _trial_ids(
-    connection: Connection, experiment_id: int, request_ids: list[str]
+    connection: sa.Connection, experiment_id: int, request_ids: list[str]
 ) -> dict[str, int]:
     trials = tables.trials.c
     found: dict[str, int] = {}
     for start in range(0, len(request_ids), 500):
-        query = select(trials.request_id, trials.id).where(
+        query = sa.select(trials.request_id, trials.id).where(
             trials.experiment_id == experiment_id,
             trials.request_id.in_(request_ids[start : start + 500]),
         )
@@ -552,13 +540,13 @@ def _trial_ids(
 
 
 def _store_view(
-    connection: Connection, experiment_id: int, brackets: Brackets, num_inputs: int
+    connection: sa.Connection, experiment_id: int, brackets: Brackets, num_inputs: int
 ) -> None:
     views = tables.search_views
     if connection.execute(
-        select(tables.experiments.c.id).where(tables.experiments.c.id == experiment_id)
+        sa.select(tables.experiments.c.id).where(tables.experiments.c.id == experiment_id)
     ).first():
-        connection.execute(delete(views).where(views.c.experiment_id == experiment_id))
+        connection.execute(sa.delete(views).where(views.c.experiment_id == experiment_id))
         view = msgspec.json.encode(brackets)
         values = {"experiment_id": experiment_id, "num_inputs": num_inputs, "view": view}
-        connection.execute(insert(views).values(values))
+        connection.execute(sa.insert(views).values(values))

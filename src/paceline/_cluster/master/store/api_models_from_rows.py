@@ -11,20 +11,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
+import sqlalchemy as sa
 from pydantic_core import to_json
-from sqlalchemy import (
-    Connection,
-    Row,
-    Select,
-    Table,
-    Text,
-    case,
-    delete,
-    func,
-    insert,
-    select,
-    type_coerce,
-)
 
 from paceline._base.journal_records import encode_float
 from paceline._cluster.master.store import tables, user_tables
@@ -67,7 +55,7 @@ REPORTED = "reported:"
 _cache: dict[int, tuple[dict[str, Any], ExperimentConfig]] = {}
 
 
-def config_of(experiment: Row[Any]) -> ExperimentConfig:
+def config_of(experiment: sa.Row[Any]) -> ExperimentConfig:
     """Return the configuration of an experiment's row.
 
     Raises:
@@ -119,7 +107,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         return AttemptState.PENDING if self.begun_at is None else AttemptState.RUNNING
 
 
-def read_members(attempt: Row[Any]) -> list[Member]:
+def read_members(attempt: sa.Row[Any]) -> list[Member]:
     """Return the members of an attempt, rank 0's first; empty for an attempt on a single node."""
     return msgspec.convert(attempt.members or [], list[Member])
 
@@ -129,35 +117,35 @@ def stored_members(members: list[Member]) -> Any:
     return msgspec.to_builtins(members) or None
 
 
-def num_slots_of(attempt: Row[Any]) -> int:
+def num_slots_of(attempt: sa.Row[Any]) -> int:
     """Return the number of slots of an attempt on all its nodes."""
     return sum(map(len, slots_by_node(attempt).values()))
 
 
-def slots_by_node(attempt: Row[Any]) -> dict[int, list[int]]:
+def slots_by_node(attempt: sa.Row[Any]) -> dict[int, list[int]]:
     """Return the slots held by an attempt, by node id."""
     if attempt.members is None:
         return {attempt.node_id or LOCAL_NODE: attempt.slots}
     return {member.node_id: member.slots for member in read_members(attempt)}
 
 
-def store_environment(connection: Connection, environment: dict[str, Any]) -> str:
+def store_environment(connection: sa.Connection, environment: dict[str, Any]) -> str:
     """Store an environment and return its digest."""
     content = msgspec.json.encode(environment, order="deterministic")
     digest = hashlib.sha256(content).hexdigest()
     environments = tables.environments
-    known = select(environments.c.digest).where(environments.c.digest == digest)
+    known = sa.select(environments.c.digest).where(environments.c.digest == digest)
     if connection.execute(known).first() is None:
         connection.execute(
-            insert(environments).values(digest=digest, content=zlib.compress(content))
+            sa.insert(environments).values(digest=digest, content=zlib.compress(content))
         )
     return digest
 
 
-def read_environment(connection: Connection, digest: str | None) -> dict[str, Any] | None:
+def read_environment(connection: sa.Connection, digest: str | None) -> dict[str, Any] | None:
     """Return the environment with a digest; None if unknown."""
     environments = tables.environments
-    query = select(environments.c.content).where(environments.c.digest == digest)
+    query = sa.select(environments.c.content).where(environments.c.digest == digest)
     content = None if digest is None else connection.execute(query).scalar()
     if content is None:
         return None
@@ -165,16 +153,16 @@ def read_environment(connection: Connection, digest: str | None) -> dict[str, An
     return found
 
 
-def drop_unused_environments(connection: Connection, digests: set[str]) -> None:
+def drop_unused_environments(connection: sa.Connection, digests: set[str]) -> None:
     """Delete the given environments without any referring attempt."""
     attempts, environments = tables.attempts.c, tables.environments
     for digest in digests:
-        query = select(attempts.id).where(attempts.environment == digest).limit(1)
+        query = sa.select(attempts.id).where(attempts.environment == digest).limit(1)
         if connection.execute(query).first() is None:
-            connection.execute(delete(environments).where(environments.c.digest == digest))
+            connection.execute(sa.delete(environments).where(environments.c.digest == digest))
 
 
-def _shared(model: type[Message], table: Table, *, but: set[str]) -> tuple[str, ...]:
+def _shared(model: type[Message], table: sa.Table, *, but: set[str]) -> tuple[str, ...]:
     """Return the names that a model and a table share, without those that need a conversion."""
     return tuple(name for name in model.model_fields if name in table.c and name not in but)
 
@@ -192,17 +180,17 @@ def _columns(row: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 PROJECT_NAME = (
-    select(user_tables.projects.c.name)
+    sa.select(user_tables.projects.c.name)
     .where(user_tables.projects.c.id == tables.experiments.c.project_id)
     .scalar_subquery()
 )
 """The name of an experiment's project."""
 
 
-def experiment_view(connection: Connection, row: Row[Any]) -> Experiment:
+def experiment_view(connection: sa.Connection, row: sa.Row[Any]) -> Experiment:
     """Return an experiment's row as the API model, with secrets hidden."""
     counts = experiment_counts(connection, [row.id]).get(row.id, NO_COUNTS)
-    query = select(PROJECT_NAME).where(tables.experiments.c.id == row.id)
+    query = sa.select(PROJECT_NAME).where(tables.experiments.c.id == row.id)
     project = connection.scalar(query) or ""
     return experiment_model(row, counts, config=hide_secrets(row.config), project=project)
 
@@ -266,7 +254,7 @@ class TrialFacts(NamedTuple):
     latest_checkpoint: str | None
 
 
-def trial_view(connection: Connection, row: Row[Any]) -> Trial:
+def trial_view(connection: sa.Connection, row: sa.Row[Any]) -> Trial:
     """Return a trial's row as the API model with all details."""
     summary, has_more = _summaries(connection, row)
     return trial_model(
@@ -280,7 +268,7 @@ def trial_view(connection: Connection, row: Row[Any]) -> Trial:
     )
 
 
-def trial_facts(connection: Connection, rows: Sequence[Row[Any]]) -> dict[int, TrialFacts]:
+def trial_facts(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> dict[int, TrialFacts]:
     """Return the facts about trials from other tables, by trial id."""
     ids = [row.id for row in rows]
     started = _trial_starts(connection, ids)
@@ -314,12 +302,12 @@ def trial_model(row: Any, facts: TrialFacts, **details: Any) -> Trial:
     )
 
 
-def attempt_views(connection: Connection, trial_id: int) -> list[Attempt]:
+def attempt_views(connection: sa.Connection, trial_id: int) -> list[Attempt]:
     """Return a trial's attempts, oldest first."""
     attempts = tables.attempts
-    query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
+    query = sa.select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
     nodes = tables.nodes.c
-    names = {row.id: row.name for row in connection.execute(select(nodes.id, nodes.name)).all()}
+    names = {row.id: row.name for row in connection.execute(sa.select(nodes.id, nodes.name)).all()}
     return [
         Attempt(
             **_columns(row, _OF_ATTEMPT),
@@ -331,13 +319,13 @@ def attempt_views(connection: Connection, trial_id: int) -> list[Attempt]:
     ]
 
 
-def _restarts_of(attempt: Row[Any]) -> dict[str, Any]:
+def _restarts_of(attempt: sa.Row[Any]) -> dict[str, Any]:
     by_generation = sorted((attempt.restart_causes or {}).items(), key=lambda item: int(item[0]))
     causes = [cause for _, causes in by_generation for cause in causes]
     return {"restarts": len(causes), "last_restart_cause": causes[-1] if causes else None}
 
 
-def _nodes_of(attempt: Row[Any], names: dict[int, str]) -> list[AttemptNode]:
+def _nodes_of(attempt: sa.Row[Any], names: dict[int, str]) -> list[AttemptNode]:
     if members := read_members(attempt):
         return [AttemptNode(name=one.name, slots=one.slots) for one in members]
     if attempt.run_attempt is not None:
@@ -349,7 +337,7 @@ def _nodes_of(attempt: Row[Any], names: dict[int, str]) -> list[AttemptNode]:
     return [AttemptNode(name=name, slots=attempt.slots)]
 
 
-def checkpoint_views(rows: list[Row[Any]]) -> list[Checkpoint]:
+def checkpoint_views(rows: list[sa.Row[Any]]) -> list[Checkpoint]:
     """Return checkpoints with the searched metric at their step."""
     return [
         Checkpoint(
@@ -383,43 +371,43 @@ def decode_cursor(cursor: str) -> list[Any]:
     return position
 
 
-def _experiment_states(connection: Connection, ids: set[int]) -> dict[int, str]:
+def _experiment_states(connection: sa.Connection, ids: set[int]) -> dict[int, str]:
     found = connection.execute(_EXPERIMENT_STATES, ids_parameter(ids)).all()
     return {row.id: row.state for row in found}
 
 
 def _trial_starts(
-    connection: Connection, trial_ids: list[int]
+    connection: sa.Connection, trial_ids: list[int]
 ) -> dict[int, tuple[float | None, int]]:
     """Return the first start time and the number of running attempts, by trial id."""
     found = connection.execute(_STARTS_OF_TRIALS, ids_parameter(trial_ids)).all()
     return {row[0]: (row[1], row[2]) for row in found}
 
 
-def _latest_checkpoints(connection: Connection, trial_ids: list[int]) -> dict[int, str]:
+def _latest_checkpoints(connection: sa.Connection, trial_ids: list[int]) -> dict[int, str]:
     found = connection.execute(_LATEST_CHECKPOINTS, ids_parameter(trial_ids)).all()
     return {row.id: row.uuid for row in found if row.uuid is not None}
 
 
-def _trial_starts_query() -> Select[Any]:
+def _trial_starts_query() -> sa.Select[Any]:
     attempts = tables.attempts.c
     is_running = attempts.state == AttemptState.RUNNING.value
     return (
-        select(
+        sa.select(
             attempts.trial_id,
-            func.min(attempts.started_at),
-            func.sum(case((is_running, 1), else_=0)),
+            sa.func.min(attempts.started_at),
+            sa.func.sum(sa.case((is_running, 1), else_=0)),
         )
         .where(attempts.trial_id.in_(many_ids()))
         .group_by(attempts.trial_id)
     )
 
 
-def _latest_checkpoints_query() -> Select[Any]:
+def _latest_checkpoints_query() -> sa.Select[Any]:
     trials, checkpoints = tables.trials.c, tables.checkpoints.c
     # Subquery with LIMIT 1 per trial: only the last checkpoint is read, however many there are.
     latest = (
-        select(checkpoints.uuid)
+        sa.select(checkpoints.uuid)
         .where(
             checkpoints.trial_id == trials.id,
             checkpoints.state == CheckpointState.COMPLETED.value,
@@ -432,11 +420,11 @@ def _latest_checkpoints_query() -> Select[Any]:
         .limit(1)
         .scalar_subquery()
     )
-    return select(trials.id, latest.label("uuid")).where(trials.id.in_(many_ids()))
+    return sa.select(trials.id, latest.label("uuid")).where(trials.id.in_(many_ids()))
 
 
 # Made once, as `row_ids_and_counts` has its queries.
-_EXPERIMENT_STATES = select(tables.experiments.c.id, tables.experiments.c.state).where(
+_EXPERIMENT_STATES = sa.select(tables.experiments.c.id, tables.experiments.c.state).where(
     tables.experiments.c.id.in_(many_ids())
 )
 _STARTS_OF_TRIALS = _trial_starts_query()
@@ -444,13 +432,13 @@ _LATEST_CHECKPOINTS = _latest_checkpoints_query()
 
 
 def _summaries(
-    connection: Connection, trial: Row[Any]
+    connection: sa.Connection, trial: sa.Row[Any]
 ) -> tuple[dict[str, dict[str, MetricSummary]], bool]:
     """Return summaries of the first metrics and the searched metric, and if there are more."""
     names, has_more = first_metric_names(connection, trial.id)
     if has_more:
         experiments = tables.experiments.c
-        config = select(experiments.config).where(experiments.id == trial.experiment_id)
+        config = sa.select(experiments.config).where(experiments.id == trial.experiment_id)
         searched = connection.execute(config).scalar_one()["searcher"].get("metric")
         names.setdefault("validation", set()).add(searched or "")
     summaries = read_summary(connection, trial.id, names)
@@ -559,13 +547,13 @@ LISTED_TRIAL_COLUMNS = (
             "num_records_lost",
         )
     ),
-    *(type_coerce(tables.trials.c[name], Text).label(name) for name in _JSON_COLUMNS),
+    *(sa.type_coerce(tables.trials.c[name], sa.Text).label(name) for name in _JSON_COLUMNS),
 )
 """The columns of trials in a list; JSON columns are text."""
 
 
 def encode_trials(
-    connection: Connection, rows: Sequence[Row[Any]], cache: EncodingCache
+    connection: sa.Connection, rows: Sequence[sa.Row[Any]], cache: EncodingCache
 ) -> list[bytes]:
     """Return each trial as JSON.
 
@@ -578,7 +566,7 @@ def encode_trials(
     return [_encode_trial(row, facts[row.id], cache) for row in rows]
 
 
-def _encode_trial(row: Row[Any], facts: TrialFacts, cache: EncodingCache) -> bytes:
+def _encode_trial(row: sa.Row[Any], facts: TrialFacts, cache: EncodingCache) -> bytes:
     columns = row[: len(LISTED_TRIAL_COLUMNS)]
 
     def encode() -> bytes:

@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sqlalchemy import Connection, Row, insert, select, update
+import sqlalchemy as sa
 
 from paceline._base.journal_records import AttemptTimes, TimeShares, TimeSpent, divide_time
 from paceline._cluster.master.store import tables
@@ -23,13 +23,13 @@ _KEPT = ("start", "checkpoint")
 
 
 def add_time_mark(
-    connection: Connection, attempt_id: int, generation: int, record: TimeSpent
+    connection: sa.Connection, attempt_id: int, generation: int, record: TimeSpent
 ) -> None:
     """Store a record of the chief of an attempt."""
     marks = tables.time_marks
     of_session = (marks.c.attempt_id == attempt_id) & (marks.c.generation == generation)
     newest = connection.execute(
-        select(marks.c.number, marks.c.event)
+        sa.select(marks.c.number, marks.c.event)
         .where(of_session)
         .order_by(marks.c.number.desc())
         .limit(1)
@@ -42,18 +42,18 @@ def add_time_mark(
     }
     if newest is not None and newest.event not in _KEPT:
         is_newest = of_session & (marks.c.number == newest.number)
-        connection.execute(update(marks).where(is_newest).values(**values))
+        connection.execute(sa.update(marks).where(is_newest).values(**values))
         return
     number = 0 if newest is None else newest.number + 1
     key = {"attempt_id": attempt_id, "generation": generation, "number": number}
-    connection.execute(insert(marks).values(**key, **values))
+    connection.execute(sa.insert(marks).values(**key, **values))
 
 
-def time_shares(connection: Connection, trial: Row[Any]) -> tuple[TimeShares, float]:
+def time_shares(connection: sa.Connection, trial: sa.Row[Any]) -> tuple[TimeShares, float]:
     """Return the shares of a trial's time, and the end of the measured span: its end or now."""
     attempts = tables.attempts
     rows = connection.execute(
-        select(attempts).where(attempts.c.trial_id == trial.id).order_by(attempts.c.number)
+        sa.select(attempts).where(attempts.c.trial_id == trial.id).order_by(attempts.c.number)
     ).all()
     until = time.time() if trial.ended_at is None else trial.ended_at
     sessions = _attempt_time_records(connection, trial.id)
@@ -72,7 +72,9 @@ def time_shares(connection: Connection, trial: Row[Any]) -> tuple[TimeShares, fl
     return divided, until
 
 
-def attempt_spent(connection: Connection, attempt: Row[Any], end: float) -> dict[str, float] | None:
+def attempt_spent(
+    connection: sa.Connection, attempt: sa.Row[Any], end: float
+) -> dict[str, float] | None:
     """Return the seconds of kept and of lost training of an attempt that ends; None if unknown.
 
     What it did after its last checkpoint is lost, unless its training came to an end.
@@ -91,7 +93,7 @@ def attempt_spent(connection: Connection, attempt: Row[Any], end: float) -> dict
 
 
 def _attempt_time_records(
-    connection: Connection, trial_id: int, attempt_id: int | None = None
+    connection: sa.Connection, trial_id: int, attempt_id: int | None = None
 ) -> dict[int, list[list[TimeSpent]]]:
     """Return the records of each attempt, or of a single one, by generation."""
     marks, attempts = tables.time_marks, tables.attempts
@@ -99,7 +101,7 @@ def _attempt_time_records(
     if attempt_id is not None:
         wanted = marks.c.attempt_id == attempt_id
     rows = connection.execute(
-        select(marks)
+        sa.select(marks)
         .join(attempts, attempts.c.id == marks.c.attempt_id)
         .where(wanted)
         .order_by(marks.c.attempt_id, marks.c.generation, marks.c.number)

@@ -17,16 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
-from sqlalchemy import (
-    Connection,
-    Engine,
-    create_engine,
-    event,
-    insert,
-    inspect,
-    select,
-    update,
-)
+import sqlalchemy as sa
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import QueuePool, StaticPool
 
@@ -124,7 +115,7 @@ class DatabaseReader:
         self._restricted = make_engine(files, writes=False)
 
     @contextmanager
-    def read(self, *, everything: bool = False) -> Iterator[Connection]:
+    def read(self, *, everything: bool = False) -> Iterator[sa.Connection]:
         """Open a connection with a read transaction: all its reads see the same state.
 
         Args:
@@ -145,14 +136,14 @@ class DatabaseReader:
         self._restricted.dispose()
 
 
-def make_engine(files: DatabaseFiles, *, writes: bool) -> Engine:
+def make_engine(files: DatabaseFiles, *, writes: bool) -> sa.Engine:
     """Return an engine for the writer (a single shared connection) or for pooled readers."""
     pool: dict[str, Any] = (
         {"poolclass": StaticPool}
         if writes
         else {"poolclass": QueuePool, "pool_size": 8, "max_overflow": 32}
     )
-    engine = create_engine(
+    engine = sa.create_engine(
         "sqlite://",
         creator=files.open,
         json_serializer=_dump_json,
@@ -164,7 +155,7 @@ def make_engine(files: DatabaseFiles, *, writes: bool) -> Engine:
 
     # The driver's own transaction control knows no savepoints that span statements, so it is
     # switched off and BEGIN is sent here.
-    @event.listens_for(engine, "connect")
+    @sa.event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:
         connection.isolation_level = None
         try:
@@ -175,8 +166,8 @@ def make_engine(files: DatabaseFiles, *, writes: bool) -> Engine:
             connection.close()
             raise
 
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
         # IMMEDIATE takes the write lock at once: upgrading a read lock later can fail.
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -232,7 +223,7 @@ _EVENT = "INSERT INTO events (time, kind, data, experiment_id, trial_id) VALUES 
 class Transaction:
     """Transaction of a write job: a connection, and callbacks for after the commit."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: sa.Connection) -> None:
         self.connection = connection
         self.has_events = False
         self.is_forced = False
@@ -361,7 +352,7 @@ class Database:
                 if entry is not None:
                     entry.future.cancel()
 
-    def read(self, *, everything: bool = False) -> AbstractContextManager[Connection]:
+    def read(self, *, everything: bool = False) -> AbstractContextManager[sa.Connection]:
         """Open a connection with a read transaction: all its reads see the last commit.
 
         Args:
@@ -393,11 +384,11 @@ class Database:
         try:
             with self._writer_engine.begin() as connection:
                 # Schema creation in one transaction: a crash leaves a whole schema or none.
-                if not inspect(connection).get_table_names():
+                if not sa.inspect(connection).get_table_names():
                     version = str(tables.SCHEMA_VERSION)
                     user_tables.metadata.create_all(connection)
                     connection.execute(
-                        insert(tables.meta).values(key="schema_version", value=version)
+                        sa.insert(tables.meta).values(key="schema_version", value=version)
                     )
                     watch_rows(connection)
                 found = connection.execute(tables.VERSION).scalar()
@@ -421,7 +412,7 @@ class Database:
             upgrade(connection, version)
             watch_rows(connection)
             connection.execute(
-                update(tables.meta)
+                sa.update(tables.meta)
                 .where(tables.meta.c.key == "schema_version")
                 .values(value=str(tables.SCHEMA_VERSION))
             )
@@ -514,7 +505,7 @@ class Database:
             )
             raise self._broken from error
 
-    def _run_job(self, job: _Job, connection: Connection) -> bool:
+    def _run_job(self, job: _Job, connection: sa.Connection) -> bool:
         # Claim first: from here on the waiting thread can no longer cancel the job.
         if not job.future.set_running_or_notify_cancel():
             return False
@@ -606,7 +597,7 @@ def unreadable(path: Path, reason: BaseException | None) -> DatabaseVersionError
     )
 
 
-def _is_in_transaction(connection: Connection) -> bool:
+def _is_in_transaction(connection: sa.Connection) -> bool:
     driver: Any = connection.connection.dbapi_connection
     return bool(driver.in_transaction)
 
@@ -619,15 +610,15 @@ def settle_cluster_id(database: Database, in_file: str) -> str:
     with database.read() as connection:
         stored = read_cluster_id(connection)
     if stored is None:
-        row = insert(tables.meta).values(key=_KEY, value=in_file)
+        row = sa.insert(tables.meta).values(key=_KEY, value=in_file)
         database.write(lambda transaction: transaction.connection.execute(row)).result()
         return in_file
     return stored
 
 
-def read_cluster_id(connection: Connection) -> str | None:
+def read_cluster_id(connection: sa.Connection) -> str | None:
     """Return the cluster id in the database, None if there is none."""
     value: str | None = connection.scalar(
-        select(tables.meta.c.value).where(tables.meta.c.key == _KEY)
+        sa.select(tables.meta.c.value).where(tables.meta.c.key == _KEY)
     )
     return value

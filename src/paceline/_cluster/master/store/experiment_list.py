@@ -7,24 +7,8 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import sqlalchemy as sa
 from pydantic_core import to_json
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Float,
-    Row,
-    Select,
-    Text,
-    case,
-    cast,
-    collate,
-    exists,
-    func,
-    literal,
-    or_,
-    select,
-    type_coerce,
-)
 
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
@@ -79,18 +63,18 @@ _experiments = tables.experiments
 BEST = tables.trials.alias("best")
 _any_trial = tables.trials.alias("any_trial")
 _first_trial = (
-    select(tables.trials.c.id)
+    sa.select(tables.trials.c.id)
     .where(tables.trials.c.experiment_id == _experiments.c.id)
     .order_by(tables.trials.c.id)
     .limit(1)
     .scalar_subquery()
 )
-_best_id = func.coalesce(_experiments.c.best_trial_id, _first_trial)
-_FIELDS: dict[str, ColumnElement[Any]] = {
+_best_id = sa.func.coalesce(_experiments.c.best_trial_id, _first_trial)
+_FIELDS: dict[str, sa.ColumnElement[Any]] = {
     "id": _experiments.c.id,
     # Collation of the index `ix_experiments_name`, so that sorting by name uses the index.
-    "name": collate(_experiments.c.name, "NOCASE"),
-    "description": func.lower(_experiments.c.description),
+    "name": sa.collate(_experiments.c.name, "NOCASE"),
+    "description": sa.func.lower(_experiments.c.description),
     "state": _experiments.c.state,
     "progress": _experiments.c.progress,
     "created_at": _experiments.c.created_at,
@@ -100,17 +84,17 @@ _FIELDS: dict[str, ColumnElement[Any]] = {
     "project": PROJECT_NAME,
     "searcher": _experiments.c.config["searcher"]["name"].as_string(),
     "metric": _experiments.c.config["searcher"]["metric"].as_string(),
-    "kind": func.coalesce(
-        _experiments.c.config["interactive"]["kind"].as_string(), literal("training")
+    "kind": sa.func.coalesce(
+        _experiments.c.config["interactive"]["kind"].as_string(), sa.literal("training")
     ),
-    "num_trials": select(func.coalesce(func.sum(tables.counts.c.number), 0))
+    "num_trials": sa.select(sa.func.coalesce(sa.func.sum(tables.counts.c.number), 0))
     .where(tables.counts.c.kind == TRIALS, tables.counts.c.experiment_id == _experiments.c.id)
     .scalar_subquery(),
 }
 
 JSON_COLUMNS = ("config", "labels", "warnings")
 # Columns shown in a list: the others (source changes, submitted configuration) may be large.
-_LISTED: Select[Any] = select(
+_LISTED: sa.Select[Any] = sa.select(
     *(
         _experiments.c[name]
         for name in (
@@ -121,7 +105,7 @@ _LISTED: Select[Any] = select(
         )
     ),
     PROJECT_NAME.label("project"),
-    *(type_coerce(_experiments.c[name], Text).label(name) for name in JSON_COLUMNS),
+    *(sa.type_coerce(_experiments.c[name], sa.Text).label(name) for name in JSON_COLUMNS),
 ).where(_experiments.c.id.in_(many_ids()))
 
 
@@ -162,7 +146,7 @@ class ExperimentQuery:
     project: str | None = None
     conditions: Sequence[Condition] = ()
     only: Sequence[int] | None = None
-    within: Select[Any] | None = None
+    within: sa.Select[Any] | None = None
     """The query for the ids of those that may be listed."""
     columns: Sequence[str] = ()
     sort_by: str = "id"
@@ -176,13 +160,13 @@ class Listed:
     Columns stored as JSON are text in `experiment`.
     """
 
-    experiment: Row[Any]
+    experiment: sa.Row[Any]
     values: dict[str, Any]
     position: tuple[Any, int]
 
 
 def list_rows(
-    connection: Connection,
+    connection: sa.Connection,
     query: ExperimentQuery,
     *,
     after: Sequence[Any] | None = None,
@@ -195,7 +179,7 @@ def list_rows(
     """
     place = sortable_column(query.sort_by)
     # Found first and read whole afterwards: sorting whole rows would cost far more.
-    found = _joined(select(_experiments.c.id, place.label("place")), query)
+    found = _joined(sa.select(_experiments.c.id, place.label("place")), query)
     order = Order((place, _experiments.c.id), query.is_descending)
     page = order.read(connection, found, after=after, limit=limit)
     statement = _LISTED
@@ -219,22 +203,22 @@ def list_rows(
     ]
 
 
-def rows_of(connection: Connection, ids: Iterable[int]) -> list[Listed]:
+def rows_of(connection: sa.Connection, ids: Iterable[int]) -> list[Listed]:
     """Return the experiments with some ids, without further columns, by id."""
     rows = connection.execute(_LISTED.order_by(_experiments.c.id), ids_parameter(ids)).all()
     return [Listed(row, {}, (row.id, row.id)) for row in rows]
 
 
-def matching_ids(query: ExperimentQuery) -> Select[Any]:
+def matching_ids(query: ExperimentQuery) -> sa.Select[Any]:
     """Return the query for the ids of all experiments that a query lists, in no order.
 
     Raises:
         ValueError: A column is unknown.
     """
-    return _joined(select(_experiments.c.id), query)
+    return _joined(sa.select(_experiments.c.id), query)
 
 
-def matching_trials(conditions: Sequence[Condition]) -> Select[Any]:
+def matching_trials(conditions: Sequence[Condition]) -> sa.Select[Any]:
     """Return the query for the ids of all trials that meet conditions, in no order.
 
     Columns of the best trial are the trial's own, those of its experiment stay.
@@ -250,20 +234,20 @@ def matching_trials(conditions: Sequence[Condition]) -> Select[Any]:
         else _compares(one, _shown_column(one.column), sortable_column(one.column))
         for one in conditions
     )
-    return select(BEST.c.id).select_from(joined).where(*held)
+    return sa.select(BEST.c.id).select_from(joined).where(*held)
 
 
-def count_rows(connection: Connection, query: ExperimentQuery) -> int:
+def count_rows(connection: sa.Connection, query: ExperimentQuery) -> int:
     """Return how many experiments a query lists."""
     is_narrowed = query.search or query.labels or query.conditions or query.owner or query.project
     if not is_narrowed and query.within is None and query.only is None:
         return _kept_count(connection, query)
-    statement = _joined(select(func.count(_experiments.c.id)), query)
+    statement = _joined(sa.select(sa.func.count(_experiments.c.id)), query)
     found: int = connection.execute(statement).scalar_one()
     return found
 
 
-def _kept_count(connection: Connection, query: ExperimentQuery) -> int:
+def _kept_count(connection: sa.Connection, query: ExperimentQuery) -> int:
     """Return how many there are in some states, in the archive or not, without counting them."""
     numbers = number_by_state(connection, ARCHIVED if query.is_archived else EXPERIMENTS)
     if query.is_archived is False:
@@ -272,7 +256,7 @@ def _kept_count(connection: Connection, query: ExperimentQuery) -> int:
     return sum(n for state, n in numbers.items() if not query.states or state in query.states)
 
 
-def _joined(statement: Select[Any], query: ExperimentQuery) -> Select[Any]:
+def _joined(statement: sa.Select[Any], query: ExperimentQuery) -> sa.Select[Any]:
     compared = (one.column for one in query.conditions if not _is_hparam(one.column))
     names = [query.sort_by, *compared]
     if _names_best(names):
@@ -285,12 +269,12 @@ def _names_best(columns: Sequence[str]) -> bool:
     return any(name not in _FIELDS for name in columns)
 
 
-def _with_best(statement: Select[Any]) -> Select[Any]:
+def _with_best(statement: sa.Select[Any]) -> sa.Select[Any]:
     return statement.select_from(_experiments.outerjoin(BEST, BEST.c.id == _best_id))
 
 
-def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
-    found: list[ColumnElement[bool]] = [
+def _conditions(query: ExperimentQuery) -> list[sa.ColumnElement[bool]]:
+    found: list[sa.ColumnElement[bool]] = [
         _condition_holds(condition) for condition in query.conditions
     ]
     if query.states:
@@ -301,7 +285,7 @@ def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
         found.append(_experiments.c.owner == query.owner)
     if query.project is not None:
         found.append(PROJECT_NAME.in_([query.project]))
-    labels = cast(_experiments.c.labels, Text)
+    labels = sa.cast(_experiments.c.labels, sa.Text)
     # Labels are stored as a JSON list, so each one is found by its own JSON text.
     found += [column_contains(labels, json.dumps(label)) for label in query.labels]
     if query.only is not None:
@@ -313,17 +297,17 @@ def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
     return found
 
 
-def found_by_text(text: str) -> Select[Any]:
+def found_by_text(text: str) -> sa.Select[Any]:
     """Return the ids of experiments with a matching name, description, label list or id."""
     table = _experiments.alias()
-    columns = (table.c.name, table.c.description, cast(table.c.labels, Text))
+    columns = (table.c.name, table.c.description, sa.cast(table.c.labels, sa.Text))
     matches = [column_contains(column, text) for column in columns]
     if text.isascii() and text.isdecimal() and len(text) < 19:
         matches.append(table.c.id == int(text))
-    return select(table.c.id).where(or_(*matches))
+    return sa.select(table.c.id).where(sa.or_(*matches))
 
 
-def column_contains(column: ColumnElement[str], text: str) -> ColumnElement[bool]:
+def column_contains(column: sa.ColumnElement[str], text: str) -> sa.ColumnElement[bool]:
     """Return whether a column has a text; SQLite's LIKE takes a-z and A-Z for the same.
 
     Raises:
@@ -337,17 +321,17 @@ def column_contains(column: ColumnElement[str], text: str) -> ColumnElement[bool
     return column.contains(text, autoescape=True)
 
 
-def _condition_holds(condition: Condition) -> ColumnElement[bool]:
+def _condition_holds(condition: Condition) -> sa.ColumnElement[bool]:
     if not _is_hparam(condition.column):
         shown = _shown_column(condition.column)
         return _compares(condition, shown, sortable_column(condition.column))
     # Any trial may meet a condition on a hyperparameter, not only the best one.
     path = json_path(condition.column.partition(":")[2])
-    value = func.json_extract(_any_trial.c.hparams, path)
+    value = sa.func.json_extract(_any_trial.c.hparams, path)
     wanted = (
         replace(condition, operator="not empty") if condition.operator == "empty" else condition
     )
-    found = exists().where(
+    found = sa.exists().where(
         _any_trial.c.experiment_id == _experiments.c.id, _compares(wanted, value, value)
     )
     return ~found if condition.operator == "empty" else found
@@ -359,23 +343,23 @@ def _is_hparam(column: str) -> bool:
 
 
 def _compares(
-    condition: Condition, shown: ColumnElement[Any], number: ColumnElement[Any]
-) -> ColumnElement[bool]:
+    condition: Condition, shown: sa.ColumnElement[Any], number: sa.ColumnElement[Any]
+) -> sa.ColumnElement[bool]:
     """Return whether a condition holds for a value, as it is shown and as a number."""
     operator, value = condition.operator, condition.value
     if isinstance(value, str):
-        column: ColumnElement[str] = cast(shown, Text)
+        column: sa.ColumnElement[str] = sa.cast(shown, sa.Text)
         if operator == "contains":
             return column_contains(column, value)
-        is_equal = func.lower(column) == value.lower()
+        is_equal = sa.func.lower(column) == value.lower()
         return is_equal if operator == "=" else ~is_equal
     if value is None:
         return number.is_(None) if operator == "empty" else number.is_not(None)
-    compared: ColumnElement[bool] = number.op(operator, is_comparison=True)(literal(value))
+    compared: sa.ColumnElement[bool] = number.op(operator, is_comparison=True)(sa.literal(value))
     return compared
 
 
-def sortable_column(name: str) -> ColumnElement[Any]:
+def sortable_column(name: str) -> sa.ColumnElement[Any]:
     """Return a column's expression to sort and to compare by; NaN and text are no numbers."""
     kind, _, rest = name.partition(":")
     if name in _FIELDS:
@@ -383,18 +367,18 @@ def sortable_column(name: str) -> ColumnElement[Any]:
     shown = _shown_column(name)
     if kind != "last":
         return shown
-    text = cast(shown, Text)
-    is_number = func.substr(text, 1, 1).in_(list("-0123456789"))
-    return case((is_number, cast(text, Float)), else_=None)
+    text = sa.cast(shown, sa.Text)
+    is_number = sa.func.substr(text, 1, 1).in_(list("-0123456789"))
+    return sa.case((is_number, sa.cast(text, sa.Float)), else_=None)
 
 
-def _told_column(name: str) -> ColumnElement[Any]:
+def _told_column(name: str) -> sa.ColumnElement[Any]:
     """Return a column's expression for output; `_column_value` decodes its values."""
     kind, _, rest = name.partition(":")
     if kind == "hparam" and rest:
         # Path given twice: SQLite then returns a JSON list, in which true differs from 1.
         path = json_path(rest)
-        return func.json_extract(BEST.c.hparams, path, path)
+        return sa.func.json_extract(BEST.c.hparams, path, path)
     return _shown_column(name)
 
 
@@ -404,13 +388,13 @@ def _column_value(name: str, found: Any) -> Any:
     return json.loads(found)[0] if is_list else found
 
 
-def _shown_column(name: str) -> ColumnElement[Any]:
+def _shown_column(name: str) -> sa.ColumnElement[Any]:
     """Return a column's expression to compare by, text included."""
     kind, _, rest = name.partition(":")
     if name in _FIELDS:
         return _FIELDS[name]
     if kind == "hparam" and rest:
-        return func.json_extract(BEST.c.hparams, json_path(rest))
+        return sa.func.json_extract(BEST.c.hparams, json_path(rest))
     group, _, key = rest.partition("/")
     if kind not in ("last", "min", "max") or not group or not key:
         known = ", ".join(_FIELDS)
@@ -421,11 +405,11 @@ def _shown_column(name: str) -> ColumnElement[Any]:
     series = tables.series.c
     of_best = (series.trial_id == BEST.c.id, series.group == group, series.key == key)
     if kind == "last":
-        query: Select[Any] = (
-            select(series.last).where(*of_best).order_by(series.attempt.desc()).limit(1)
+        query: sa.Select[Any] = (
+            sa.select(series.last).where(*of_best).order_by(series.attempt.desc()).limit(1)
         )
     else:
-        query = select(func.min(series.min) if kind == "min" else func.max(series.max))
+        query = sa.select(sa.func.min(series.min) if kind == "min" else sa.func.max(series.max))
         query = query.where(*of_best)
     return query.scalar_subquery()
 
@@ -442,7 +426,7 @@ def json_path(name: str) -> str:
 
 
 def encode_experiments(
-    connection: Connection, listed: Sequence[Listed], cache: EncodingCache, *, is_brief: bool
+    connection: sa.Connection, listed: Sequence[Listed], cache: EncodingCache, *, is_brief: bool
 ) -> list[bytes]:
     """Return each experiment as JSON; `is_brief` leaves the configurations empty."""
     counts = experiment_counts(connection, [one.experiment.id for one in listed])

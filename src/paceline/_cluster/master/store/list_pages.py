@@ -4,18 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Row,
-    Select,
-    Text,
-    and_,
-    or_,
-    select,
-    tuple_,
-    type_coerce,
-)
+import sqlalchemy as sa
 
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.row_ids_and_counts import (
@@ -37,7 +26,7 @@ class Order:
     are sorted.
     """
 
-    keys: tuple[ColumnElement[Any], ...]
+    keys: tuple[sa.ColumnElement[Any], ...]
     is_descending: bool = False
     is_rest_descending: bool | None = None
     """None for the direction of the first key."""
@@ -46,19 +35,19 @@ class Order:
 
     def read(
         self,
-        connection: Connection,
-        query: Select[Any],
+        connection: sa.Connection,
+        query: sa.Select[Any],
         *,
         after: Sequence[Any] | None = None,
         limit: int,
-    ) -> list[Row[Any]]:
+    ) -> list[sa.Row[Any]]:
         """Return up to `limit` rows of a query in this order, those behind a row with keys."""
         first, rest = self.keys[0], self.keys[1:]
         terms = [
             _directed(first, self.is_descending),
             *(_directed(key, self._is_rest_descending) for key in rest),
         ]
-        rows: list[Row[Any]] = []
+        rows: list[sa.Row[Any]] = []
         if after is None or after[0] is not None:
             # NULL keys match no comparison, so rows without the first key are read separately.
             beyond = first.is_not(None) if after is None else self._beyond(after)
@@ -66,9 +55,9 @@ class Order:
         # Rows with a NULL first key come last: they are read only if the page has room.
         if len(rows) < limit and rest and _may_be_null(first):
             descending = self._is_missing_descending
-            missing: ColumnElement[bool] = first.is_(None)
+            missing: sa.ColumnElement[bool] = first.is_(None)
             if after is not None and after[0] is None:
-                missing = and_(missing, _beyond_page(rest, after[1:], descending))
+                missing = sa.and_(missing, _beyond_page(rest, after[1:], descending))
             last = query.where(missing).order_by(*(_directed(key, descending) for key in rest))
             rows += connection.execute(last.limit(limit - len(rows))).all()
         return rows
@@ -82,51 +71,52 @@ class Order:
         is_descending = self.is_missing_descending
         return self._is_rest_descending if is_descending is None else is_descending
 
-    def _beyond(self, place: Sequence[Any]) -> ColumnElement[bool]:
+    def _beyond(self, place: Sequence[Any]) -> sa.ColumnElement[bool]:
         if self._is_rest_descending == self.is_descending:
             return _beyond_page(self.keys, place, self.is_descending)
         first, value = self.keys[0], place[0]
         is_among = first <= value if self.is_descending else first >= value
-        is_tie_beyond = and_(
+        is_tie_beyond = sa.and_(
             first == value, _beyond_page(self.keys[1:], place[1:], self._is_rest_descending)
         )
         # The first condition says nothing new, but lets SQLite enter an index.
-        return and_(
-            is_among, or_(_beyond_page(self.keys[:1], place[:1], self.is_descending), is_tie_beyond)
+        return sa.and_(
+            is_among,
+            sa.or_(_beyond_page(self.keys[:1], place[:1], self.is_descending), is_tie_beyond),
         )
 
 
-def _may_be_null(key: ColumnElement[Any]) -> bool:
+def _may_be_null(key: sa.ColumnElement[Any]) -> bool:
     return bool(getattr(getattr(key, "element", key), "nullable", True))
 
 
-def _directed(key: ColumnElement[Any], is_descending: bool) -> ColumnElement[Any]:
+def _directed(key: sa.ColumnElement[Any], is_descending: bool) -> sa.ColumnElement[Any]:
     return key.desc() if is_descending else key.asc()
 
 
 def _beyond_page(
-    keys: Sequence[ColumnElement[Any]], place: Sequence[Any], is_descending: bool
-) -> ColumnElement[bool]:
+    keys: Sequence[sa.ColumnElement[Any]], place: Sequence[Any], is_descending: bool
+) -> sa.ColumnElement[bool]:
     """Return the row-value comparison for rows beyond a place; an index on the keys fits."""
-    own: Any = tuple_(*keys) if len(keys) > 1 else keys[0]
+    own: Any = sa.tuple_(*keys) if len(keys) > 1 else keys[0]
     other: Any = tuple(place) if len(keys) > 1 else place[0]
-    beyond: ColumnElement[bool] = own < other if is_descending else own > other
+    beyond: sa.ColumnElement[bool] = own < other if is_descending else own > other
     return beyond
 
 
 _trials = tables.trials.c
-_SAMPLED: Select[Any] = select(
+_SAMPLED: sa.Select[Any] = sa.select(
     _trials.id,
     _trials.state,
-    type_coerce(_trials.hparams, Text).label("hparams"),
+    sa.type_coerce(_trials.hparams, sa.Text).label("hparams"),
     _trials.steps_completed,
     _trials.best_metric,
 )
 
 
 def sample_trials(
-    connection: Connection, experiment_id: int, limit: int, *, smaller_is_better: bool
-) -> tuple[list[Row[Any]], int]:
+    connection: sa.Connection, experiment_id: int, limit: int, *, smaller_is_better: bool
+) -> tuple[list[sa.Row[Any]], int]:
     """Return up to `limit` trials in order of id, and how many there are.
 
     The rows have id, state, hyperparameters as JSON, completed steps and best metric.
@@ -139,7 +129,7 @@ def sample_trials(
     total = numbers_of(connection, TRIALS, [experiment_id]).get(experiment_id, 0)
     if total <= limit:
         return list(connection.execute(everyone.order_by(trials.id).limit(limit)).all()), total
-    ids = select(trials.id).where(trials.experiment_id == experiment_id)
+    ids = sa.select(trials.id).where(trials.experiment_id == experiment_id)
     by_metric = Order((trials.best_metric, trials.id), not smaller_is_better)
     chosen = {row.id for row in by_metric.read(connection, ids, limit=(limit + 1) // 2)}
     share = (limit - len(chosen)) * _RANGE // total

@@ -8,7 +8,7 @@ from math import isfinite
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, bindparam, select, update
+import sqlalchemy as sa
 
 from paceline._base.journal_records import MetricsReported, same_value
 from paceline._cluster.master.store import tables
@@ -51,7 +51,7 @@ class MetricRow:
 
 
 def add_metrics(
-    connection: Connection,
+    connection: sa.Connection,
     *,
     trial_id: int,
     attempt: int,
@@ -89,7 +89,7 @@ def add_metrics(
 
 
 def read_rows(
-    connection: Connection,
+    connection: sa.Connection,
     trial_id: int,
     group: str,
     *,
@@ -123,7 +123,9 @@ def read_rows(
     return [row for row in rows.values() if row is not None]
 
 
-def iter_points(connection: Connection, selection: Selection) -> Iterator[tuple[int, float, Any]]:
+def iter_points(
+    connection: sa.Connection, selection: Selection
+) -> Iterator[tuple[int, float, Any]]:
     """Yield the visible (step, time, value) of a metric in step order, each step once.
 
     Memory grows with the chunks that overlap, not with the series.
@@ -146,7 +148,7 @@ def iter_points(connection: Connection, selection: Selection) -> Iterator[tuple[
 
 
 def read_series(
-    connection: Connection, trial_id: int, group: str, key: str
+    connection: sa.Connection, trial_id: int, group: str, key: str
 ) -> list[tuple[int, Any]]:
     """Return the visible (step, value) pairs of a metric in step order."""
     selection = Selection(trial_id=trial_id, group=group, key=key)
@@ -154,14 +156,14 @@ def read_series(
 
 
 def metric_at(
-    connection: Connection, trial_id: int, group: str, key: str, step: int
+    connection: sa.Connection, trial_id: int, group: str, key: str, step: int
 ) -> float | None:
     """Return the visible value of a metric at a step; None unless a finite number."""
     return metric_numbers_at(connection, trial_id, group, key, {step}).get(step)
 
 
 def metric_numbers_at(
-    connection: Connection, trial_id: int, group: str, key: str, steps: set[int]
+    connection: sa.Connection, trial_id: int, group: str, key: str, steps: set[int]
 ) -> dict[int, float]:
     """Return a metric's visible values by step, for the given steps with a finite number."""
     found = _metric_values_at(connection, trial_id, group, {(step, key) for step in steps})
@@ -172,9 +174,9 @@ def metric_numbers_at(
     }
 
 
-def has_points_beyond(connection: Connection, trial_id: int, step: int) -> bool:
+def has_points_beyond(connection: sa.Connection, trial_id: int, step: int) -> bool:
     """Return whether any attempt of the trial reported something beyond a step."""
-    query = select(tables.series.c.id).where(
+    query = sa.select(tables.series.c.id).where(
         tables.series.c.trial_id == trial_id, tables.series.c.last_step > step
     )
     return connection.execute(query.limit(1)).first() is not None
@@ -202,7 +204,7 @@ class _MetricSteps:
 
 
 def _known_metric_values(
-    connection: Connection, trial_id: int, attempt: int, records: list[MetricsReported]
+    connection: sa.Connection, trial_id: int, attempt: int, records: list[MetricsReported]
 ) -> dict[str, dict[tuple[int, str], Any]]:
     """Return the values from earlier attempts at the records' (step, key) cells, per group."""
     wanted: dict[str, set[tuple[int, str]]] = {}
@@ -217,7 +219,7 @@ def _known_metric_values(
 
 
 def _metric_values_at(
-    connection: Connection,
+    connection: sa.Connection,
     trial_id: int,
     group: str,
     cells: set[tuple[int, str]],
@@ -254,14 +256,14 @@ def _precedence(pair: tuple[SeriesPiece, Points]) -> tuple[int, int, int]:
 
 _GROUP = "validation"
 # Made once: it is for each report.
-_STEPS_OF_CHECKPOINTS = select(tables.checkpoints.c.steps_completed).where(
-    tables.checkpoints.c.trial_id == bindparam("trial"),
-    tables.checkpoints.c.steps_completed.between(bindparam("least"), bindparam("most")),
+_STEPS_OF_CHECKPOINTS = sa.select(tables.checkpoints.c.steps_completed).where(
+    tables.checkpoints.c.trial_id == sa.bindparam("trial"),
+    tables.checkpoints.c.steps_completed.between(sa.bindparam("least"), sa.bindparam("most")),
 )
 
 
 def measure_checkpoints(
-    connection: Connection,
+    connection: sa.Connection,
     trial_id: int,
     key: str,
     *,
@@ -284,12 +286,12 @@ def measure_checkpoints(
         return
     values = metric_numbers_at(connection, trial_id, _GROUP, key, steps)
     statement = (
-        update(checkpoints)
+        sa.update(checkpoints)
         .where(
             checkpoints.c.trial_id == trial_id,
-            checkpoints.c.steps_completed == bindparam("at_step"),
+            checkpoints.c.steps_completed == sa.bindparam("at_step"),
         )
-        .values(metric=bindparam("new_metric"))
+        .values(metric=sa.bindparam("new_metric"))
     )
     connection.execute(
         statement, [{"at_step": at, "new_metric": values.get(at)} for at in sorted(steps)]

@@ -6,7 +6,7 @@ from math import isfinite, nan
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, func, select, text, tuple_, update
+import sqlalchemy as sa
 
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
@@ -21,7 +21,7 @@ from paceline._cluster.master.store.series_reader import (
 
 _names = tables.metric_names.c
 # Skip scan: each step jumps to the next name, past all experiments sharing this name.
-_ALL_NAMES = text("""
+_ALL_NAMES = sa.text("""
     WITH RECURSIVE
       groups (name) AS (
         SELECT min("group") FROM metric_names
@@ -63,32 +63,32 @@ class XAxes(msgspec.Struct, frozen=True):
         return None if found == name else found
 
 
-def all_metric_names(connection: Connection) -> list[tuple[str, str]]:
+def all_metric_names(connection: sa.Connection) -> list[tuple[str, str]]:
     """Return (group, name) of the metrics of all experiments, sorted."""
     return [(row.group, row.key) for row in connection.execute(_ALL_NAMES)]
 
 
 def metric_names(
-    connection: Connection,
+    connection: sa.Connection,
     experiment_id: int,
     *,
     after: tuple[str, str] = ("", ""),
     limit: int | None = None,
 ) -> list[tuple[str, str]]:
     """Return (group, name) of the metrics of an experiment beyond `after`, sorted."""
-    query = select(_names.group, _names.key).where(
-        _names.experiment_id == experiment_id, tuple_(_names.group, _names.key) > after
+    query = sa.select(_names.group, _names.key).where(
+        _names.experiment_id == experiment_id, sa.tuple_(_names.group, _names.key) > after
     )
     query = query.order_by(_names.group, _names.key).limit(limit)
     return [(row.group, row.key) for row in connection.execute(query).all()]
 
 
-def read_x_axes(connection: Connection, trial_ids: Collection[int]) -> dict[int, XAxes]:
+def read_x_axes(connection: sa.Connection, trial_ids: Collection[int]) -> dict[int, XAxes]:
     """Return the x axes that the code of trials has chosen, for those that have chosen any."""
     trials, documents = tables.trials.c, tables.documents.c
     chosen = documents.content["x_axes"]
     query = (
-        select(trials.id, chosen)
+        sa.select(trials.id, chosen)
         .join(tables.documents, documents.experiment_id == trials.experiment_id)
         .where(trials.id.in_(many_ids()))
     )
@@ -96,23 +96,25 @@ def read_x_axes(connection: Connection, trial_ids: Collection[int]) -> dict[int,
     return {id: msgspec.convert(axes, XAxes) for id, axes in found if axes is not None}
 
 
-def num_metric_names(connection: Connection, trial_id: int, group: str, *, at_most: int) -> int:
+def num_metric_names(connection: sa.Connection, trial_id: int, group: str, *, at_most: int) -> int:
     """Return the largest number of names in a group over the attempts of a trial."""
     series = tables.series.c
     most = 0
     for number in attempts_with_series(connection, trial_id):
-        keys = select(series.key).where(
+        keys = sa.select(series.key).where(
             series.trial_id == trial_id, series.attempt == number, series.group == group
         )
-        found = connection.scalar(select(func.count()).select_from(keys.limit(at_most).subquery()))
+        found = connection.scalar(
+            sa.select(sa.func.count()).select_from(keys.limit(at_most).subquery())
+        )
         most = max(most, found or 0)
     return most
 
 
-def attempts_with_series(connection: Connection, trial_id: int) -> list[int]:
+def attempts_with_series(connection: sa.Connection, trial_id: int) -> list[int]:
     """Return the numbers of the trial's attempts with reported metrics, newest first."""
     attempt = tables.series.c.attempt
-    query = select(attempt).where(tables.series.c.trial_id == trial_id)
+    query = sa.select(attempt).where(tables.series.c.trial_id == trial_id)
     query = query.order_by(attempt.desc()).limit(1)
     found: list[int] = []
     number = connection.scalar(query)
@@ -128,7 +130,9 @@ MAX_NAMES = 1000
 """Limits on the listed groups and names of a trial; each group shows at least one name."""
 
 
-def first_metric_names(connection: Connection, trial_id: int) -> tuple[dict[str, set[str]], bool]:
+def first_metric_names(
+    connection: sa.Connection, trial_id: int
+) -> tuple[dict[str, set[str]], bool]:
     """Return the first names of a trial's metrics by group, and whether there are more.
 
     Reading grows with the result.
@@ -138,12 +142,12 @@ def first_metric_names(connection: Connection, trial_id: int) -> tuple[dict[str,
     num_found, has_more = 0, False
     for attempt in attempts_with_series(connection, trial_id):
         of_attempt = (series.trial_id == trial_id, series.attempt == attempt)
-        groups = select(series.group).where(*of_attempt).order_by(series.group).limit(1)
+        groups = sa.select(series.group).where(*of_attempt).order_by(series.group).limit(1)
         group = connection.scalar(groups)
         while group is not None:
             if group not in found and len(found) >= MAX_GROUPS:
                 return found, True
-            names = select(series.key).where(*of_attempt, series.group == group)
+            names = sa.select(series.key).where(*of_attempt, series.group == group)
             most = max(MAX_NAMES - num_found, 1)
             keys = connection.scalars(names.order_by(series.key).limit(most + 1)).all()
             has_more = has_more or len(keys) > most
@@ -218,7 +222,7 @@ def summary_columns(summary: Summary) -> dict[str, Any]:
     }
 
 
-def stored_summary(row: Row[Any]) -> Summary:
+def stored_summary(row: sa.Row[Any]) -> Summary:
     """Return the summary in a series' row."""
     return Summary(
         count=row.num_points,
@@ -234,12 +238,12 @@ def stored_summary(row: Row[Any]) -> Summary:
 
 
 def read_summary(
-    connection: Connection, trial_id: int, names: Mapping[str, Collection[str]] | None = None
+    connection: sa.Connection, trial_id: int, names: Mapping[str, Collection[str]] | None = None
 ) -> dict[str, dict[str, Summary]]:
     """Return a summary per group and metric name over the visible points, of all names or some."""
     limits = visible_series_limits(connection, trial_id)
     series = tables.series.c
-    query = select(*[column for column in series if column.name not in _POINT_COLUMNS])
+    query = sa.select(*[column for column in series if column.name not in _POINT_COLUMNS])
     query = query.where(series.trial_id == trial_id).order_by(series.attempt, series.id)
     if names is None:
         rows = connection.execute(query).all()
@@ -281,7 +285,7 @@ def read_summary(
     return merged
 
 
-def trim_summaries(connection: Connection, trial_id: int, since: int | None = None) -> None:
+def trim_summaries(connection: sa.Connection, trial_id: int, since: int | None = None) -> None:
     """Exclude superseded points from the stored extremes and last values of a trial's series.
 
     Lists sort and filter by them; `read_summary` needs the rest as well, and reads the points.
@@ -294,7 +298,7 @@ def trim_summaries(connection: Connection, trial_id: int, since: int | None = No
     limits = visible_series_limits(connection, trial_id)
     series = tables.series.c
     rows = connection.execute(
-        select(series.id, series.group, series.attempt, series.last_step).where(
+        sa.select(series.id, series.group, series.attempt, series.last_step).where(
             series.trial_id == trial_id
         )
     ).all()
@@ -312,14 +316,14 @@ def trim_summaries(connection: Connection, trial_id: int, since: int | None = No
     for row in cut:
         summary = trimmed.get(row.id, Summary())
         connection.execute(
-            update(tables.series)
+            sa.update(tables.series)
             .where(series.id == row.id)
             .values(min=summary.min, max=summary.max, last=tagged(summary.last))
         )
 
 
 def _add_missing_metric_summaries(
-    connection: Connection,
+    connection: sa.Connection,
     selection: Selection,
     summaries: dict[int, Summary],
     names: Mapping[str, Collection[str]] | None = None,

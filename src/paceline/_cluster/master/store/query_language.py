@@ -13,20 +13,7 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any, NamedTuple
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Select,
-    Text,
-    and_,
-    case,
-    cast,
-    func,
-    literal,
-    or_,
-    select,
-    true,
-)
+import sqlalchemy as sa
 
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import PROJECT_NAME
@@ -62,13 +49,13 @@ _TYPED_NAME = re.compile(r"[^\s()<>=!\"']*$")
 _AGE = re.compile(r"-(\d{1,6}(?:\.\d{1,6})?)([mhdw])")
 _AGE_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
-Condition = ColumnElement[bool]
+Condition = sa.ColumnElement[bool]
 _trial, _experiment = BEST.c, tables.experiments.c
 _ALL = tables.experiments.outerjoin(BEST, BEST.c.experiment_id == tables.experiments.c.id)
-_state = func.coalesce(_trial.state, _experiment.state)
+_state = sa.func.coalesce(_trial.state, _experiment.state)
 _TIMES = {
-    "created": func.coalesce(_trial.created_at, _experiment.created_at),
-    "ended": func.coalesce(_trial.ended_at, _experiment.ended_at),
+    "created": sa.func.coalesce(_trial.created_at, _experiment.created_at),
+    "ended": sa.func.coalesce(_trial.ended_at, _experiment.ended_at),
 }
 _NUMBERS = {
     "trial": _trial.id,
@@ -78,28 +65,29 @@ _NUMBERS = {
     "restarts": _trial.restarts,
     "best": _trial.best_metric,
 }
-_STATE: ColumnElement[Any] = case(
-    (and_(_experiment.state == "PAUSED", _state.in_(("ACTIVE", "PAUSED"))), "PAUSED"), else_=_state
+_STATE: sa.ColumnElement[Any] = sa.case(
+    (sa.and_(_experiment.state == "PAUSED", _state.in_(("ACTIVE", "PAUSED"))), "PAUSED"),
+    else_=_state,
 )
 _HIDDEN_PATHS = [f"$.environment.{field}" for field in sorted(HIDDEN_FIELDS)]
-_TEXTS: dict[str, ColumnElement[Any]] = {
+_TEXTS: dict[str, sa.ColumnElement[Any]] = {
     "name": _experiment.name,
     "description": _experiment.description,
     "notes": _experiment.notes,
-    "settings": cast(func.json_remove(_experiment.config, *_HIDDEN_PATHS), Text)
-    + func.coalesce(cast(_trial.hparams, Text), ""),
+    "settings": sa.cast(sa.func.json_remove(_experiment.config, *_HIDDEN_PATHS), sa.Text)
+    + sa.func.coalesce(sa.cast(_trial.hparams, sa.Text), ""),
     "error": _trial.error,
     "owner": _experiment.owner,
     "project": PROJECT_NAME,
     "searcher": _experiment.config["searcher"]["name"].as_string(),
     "metric": _experiment.config["searcher"]["metric"].as_string(),
-    "kind": func.coalesce(
-        _experiment.config["interactive"]["kind"].as_string(), literal("training")
+    "kind": sa.func.coalesce(
+        _experiment.config["interactive"]["kind"].as_string(), sa.literal("training")
     ),
 }
 _LABELS = ("tag", "label")
 _is_running = (
-    select(tables.attempts.c.id)
+    sa.select(tables.attempts.c.id)
     .where(
         tables.attempts.c.trial_id == _trial.id,
         tables.attempts.c.state == AttemptState.RUNNING.value,
@@ -107,10 +95,10 @@ _is_running = (
     .exists()
 )
 # Words of people for a part of the trials of a stored state.
-_SHOWN_STATES: dict[str, ColumnElement[bool]] = {
-    "RUNNING": and_(_STATE == "ACTIVE", _is_running),
-    "QUEUED": and_(_STATE == "ACTIVE", ~_is_running),
-    "STOPPED": and_(_STATE == "COMPLETED", _trial.stop_reason == STOPPED_BY_SEARCH),
+_SHOWN_STATES: dict[str, sa.ColumnElement[bool]] = {
+    "RUNNING": sa.and_(_STATE == "ACTIVE", _is_running),
+    "QUEUED": sa.and_(_STATE == "ACTIVE", ~_is_running),
+    "STOPPED": sa.and_(_STATE == "COMPLETED", _trial.stop_reason == STOPPED_BY_SEARCH),
 }
 _STATES = ("ACTIVE", *_SHOWN_STATES, "PAUSED", "COMPLETED", "CANCELED", "ERROR")
 _ALL_STATES = {one.value for kind in (ExperimentState, TrialState) for one in kind}
@@ -147,17 +135,19 @@ class _Value(NamedTuple):
         return "" if self.is_quoted else self.text.lower()
 
 
-def matching_trials_of(connection: Connection, text: str) -> Select[Any]:
+def matching_trials_of(connection: sa.Connection, text: str) -> sa.Select[Any]:
     """Return the query for the ids of all trials that a text describes.
 
     Raises:
         QueryError: The text is no query, or names an unknown field.
     """
     held = _Parser(connection, text).parse()
-    return select(BEST.c.id).select_from(_ALL).where(BEST.c.id.is_not(None), held).correlate(None)
+    return (
+        sa.select(BEST.c.id).select_from(_ALL).where(BEST.c.id.is_not(None), held).correlate(None)
+    )
 
 
-def matching_experiments_of(connection: Connection, text: str) -> Select[Any]:
+def matching_experiments_of(connection: sa.Connection, text: str) -> sa.Select[Any]:
     """Return the query for the ids of experiments with a trial that a text describes.
 
     An experiment without trials has itself looked at.
@@ -166,13 +156,13 @@ def matching_experiments_of(connection: Connection, text: str) -> Select[Any]:
         QueryError: The text is no query, or names an unknown field.
     """
     held = _Parser(connection, text).parse()
-    return select(tables.experiments.c.id).select_from(_ALL).where(held).correlate(None)
+    return sa.select(tables.experiments.c.id).select_from(_ALL).where(held).correlate(None)
 
 
 class _Parser:
     """Recursive descent over a query, which makes the condition as it goes."""
 
-    def __init__(self, connection: Connection, text: str) -> None:
+    def __init__(self, connection: sa.Connection, text: str) -> None:
         if len(text) > LONGEST_QUERY:
             raise QueryError(
                 f"A query must have at most {LONGEST_QUERY} characters, but has {len(text)}."
@@ -183,7 +173,7 @@ class _Parser:
     def parse(self) -> Condition:
         """Return the condition of the whole text; an empty one always holds."""
         if not self._rest.strip():
-            return true()
+            return sa.true()
         found = self._either(0)
         if self._rest.strip():
             raise self._wrong("end or go on with `and` or `or`")
@@ -220,13 +210,13 @@ class _Parser:
         found = [self._all(depth)]
         while self._take_word("or"):
             found.append(self._all(depth))
-        return or_(*found) if len(found) > 1 else found[0]
+        return sa.or_(*found) if len(found) > 1 else found[0]
 
     def _all(self, depth: int) -> Condition:
         found = [self._one(depth)]
         while self._take_word("and") or self._is_term_next():
             found.append(self._one(depth))
-        return and_(*found) if len(found) > 1 else found[0]
+        return sa.and_(*found) if len(found) > 1 else found[0]
 
     def _is_term_next(self) -> bool:
         """Return whether another term follows without a connective, which means `and`."""
@@ -240,7 +230,7 @@ class _Parser:
             raise QueryError(f"A query must be nested at most {_DEEPEST} deep, but goes on deeper.")
         if self._take_word("not"):
             # What has no value does not meet the condition, and so meets its opposite.
-            return self._one(depth + 1).self_group().is_not(true())
+            return self._one(depth + 1).self_group().is_not(sa.true())
         place = self._place
         mark = self._take(_MARK)
         if mark == "(":
@@ -277,7 +267,7 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if text[:1] in ("'", '"') else text
 
 
-def _comparison(connection: Connection, name: str) -> Callable[[str, _Value], Condition]:
+def _comparison(connection: sa.Connection, name: str) -> Callable[[str, _Value], Condition]:
     """Return what compares a field: one of ours, else a hyperparameter, else a metric."""
     if (short := name.lower()) in _FIELDS:
         return _own_field(short)
@@ -300,23 +290,23 @@ def _comparison(connection: Connection, name: str) -> Callable[[str, _Value], Co
     )
 
 
-def _has_hparam(connection: Connection, name: str) -> bool:
-    found = func.json_type(tables.trials.c.hparams, json_path(name)).is_not(None)
-    return connection.scalar(select(literal(1)).where(found).limit(1)) is not None
+def _has_hparam(connection: sa.Connection, name: str) -> bool:
+    found = sa.func.json_type(tables.trials.c.hparams, json_path(name)).is_not(None)
+    return connection.scalar(sa.select(sa.literal(1)).where(found).limit(1)) is not None
 
 
-def _metrics_named(connection: Connection, name: str) -> list[str]:
+def _metrics_named(connection: sa.Connection, name: str) -> list[str]:
     """Return GROUP/NAME of the metrics with a name, or with a group and a name."""
     group, slash, key = name.partition("/")
     names = tables.metric_names.c
-    query = select(names.group, names.key).distinct().order_by(names.group, names.key)
+    query = sa.select(names.group, names.key).distinct().order_by(names.group, names.key)
     found = list(connection.execute(query.where(names.key == name)))
     if slash:
         found += connection.execute(query.where(names.group == group, names.key == key))
     return [f"{row.group}/{row.key}" for row in found]
 
 
-def _metric(connection: Connection, kind: str, name: str) -> str:
+def _metric(connection: sa.Connection, kind: str, name: str) -> str:
     """Return the column of the only metric with a name."""
     found = _metrics_named(connection, name)
     if name in found:
@@ -353,20 +343,24 @@ def _refuse_sign(name: str, sign: str, known: Sequence[str]) -> None:
         raise QueryError(f"`{name}` must be compared by {' or '.join(known)}, but got {sign!r}.")
 
 
-def _is_missing(sign: str, value: _Value, column: ColumnElement[Any]) -> Condition | None:
+def _is_missing(sign: str, value: _Value, column: sa.ColumnElement[Any]) -> Condition | None:
     if value.word != "none" or sign not in ("=", ":", "!="):
         return None
     return column.is_not(None) if sign == "!=" else column.is_(None)
 
 
-def _compare_number(name: str, column: ColumnElement[Any], sign: str, value: _Value) -> Condition:
+def _compare_number(
+    name: str, column: sa.ColumnElement[Any], sign: str, value: _Value
+) -> Condition:
     if (missing := _is_missing(sign, value, column)) is not None:
         return missing
     number = value.number
     if number is None:
         raise QueryError(f"`{name}` must be compared to a number, but got {value.text[:40]!r}.")
     sign = "=" if sign == ":" else sign
-    return and_(column.op(sign, is_comparison=True)(literal(number)), func.abs(column) < math.inf)
+    return sa.and_(
+        column.op(sign, is_comparison=True)(sa.literal(number)), sa.func.abs(column) < math.inf
+    )
 
 
 def _compare_time(name: str, sign: str, value: _Value) -> Condition:
@@ -374,7 +368,7 @@ def _compare_time(name: str, sign: str, value: _Value) -> Condition:
     if (missing := _is_missing(sign, value, column)) is not None:
         return missing
     _refuse_sign(name, sign, ("<", "<=", ">", ">="))
-    return column.op(sign, is_comparison=True)(literal(_moment(name, value.text)))
+    return column.op(sign, is_comparison=True)(sa.literal(_moment(name, value.text)))
 
 
 def _moment(name: str, text: str) -> float:
@@ -392,7 +386,7 @@ def _moment(name: str, text: str) -> float:
 
 def _compare_label(sign: str, value: _Value) -> Condition:
     _refuse_sign("tag", sign, (":", "=", "!="))
-    labels = cast(_experiment.labels, Text)
+    labels = sa.cast(_experiment.labels, sa.Text)
     if value.word == "none":
         return (labels != "[]") if sign == "!=" else (labels == "[]")
     has = column_contains(labels, json.dumps(value.text))
@@ -403,29 +397,29 @@ def _compare_state(sign: str, value: _Value) -> Condition:
     _refuse_sign("state", sign, (":", "=", "!="))
     wanted = value.text.upper()
     if (shown := _SHOWN_STATES.get(wanted)) is not None:
-        return ~func.coalesce(shown, False) if sign == "!=" else shown
+        return ~sa.func.coalesce(shown, False) if sign == "!=" else shown
     if wanted not in _ALL_STATES:
         raise QueryError(f"`state` must be one of {', '.join(_STATES)}, but got {value.text!r}.")
     return (_STATE != wanted) if sign == "!=" else (_STATE == wanted)  # noqa: SIM300
 
 
-def _compare_text(name: str, column: ColumnElement[Any], sign: str, value: _Value) -> Condition:
-    if (missing := _is_missing(sign, value, func.nullif(column, ""))) is not None:
+def _compare_text(name: str, column: sa.ColumnElement[Any], sign: str, value: _Value) -> Condition:
+    if (missing := _is_missing(sign, value, sa.func.nullif(column, ""))) is not None:
         return missing
     _refuse_sign(name, sign, (":", "=", "!="))
     if sign == ":":
         return column_contains(column, value.text)
-    same = func.lower(column) == func.lower(literal(value.text))
+    same = sa.func.lower(column) == sa.func.lower(sa.literal(value.text))
     return ~same if sign == "!=" else same
 
 
 def _compare_json(
-    name: str, column: ColumnElement[Any], path: str, sign: str, value: _Value
+    name: str, column: sa.ColumnElement[Any], path: str, sign: str, value: _Value
 ) -> Condition:
     """Return the comparison of a value of any type; one of another type does not meet it."""
     path = json_path(path)
-    kind, found = func.json_type(column, path), func.json_extract(column, path)
-    if (missing := _is_missing(sign, value, func.nullif(kind, "null"))) is not None:
+    kind, found = sa.func.json_type(column, path), sa.func.json_extract(column, path)
+    if (missing := _is_missing(sign, value, sa.func.nullif(kind, "null"))) is not None:
         return missing
     is_opposite = sign == "!="
     if value.word in ("true", "false"):
@@ -434,17 +428,19 @@ def _compare_json(
     elif (number := value.number) is not None:
         sign = "=" if sign in (":", "!=") else sign
         is_number = kind.in_(("integer", "real"))
-        held = and_(is_number, found.op(sign, is_comparison=True)(literal(number)))
+        held = sa.and_(is_number, found.op(sign, is_comparison=True)(sa.literal(number)))
     elif sign not in (":", "=", "!="):
         raise QueryError(f"`{name}` must be compared to a number, but got {value.text[:40]!r}.")
     else:
-        text = cast(found, Text)
-        held = and_(kind == "text", _compare_text(name, text, ":" if sign == ":" else "=", value))
-    return and_(kind.is_not(None), held.self_group().is_not(true())) if is_opposite else held
+        text = sa.cast(found, sa.Text)
+        held = sa.and_(
+            kind == "text", _compare_text(name, text, ":" if sign == ":" else "=", value)
+        )
+    return sa.and_(kind.is_not(None), held.self_group().is_not(sa.true())) if is_opposite else held
 
 
 def complete_query(
-    connection: Connection, text: str, names: Iterable[str]
+    connection: sa.Connection, text: str, names: Iterable[str]
 ) -> tuple[int, list[str]]:
     """Return where the last word of a text begins, and what it may become.
 
@@ -471,27 +467,27 @@ def _quoted(text: str) -> str:
     return text if is_plain or '"' in text else f'"{text}"'
 
 
-def _values_of(connection: Connection, name: str) -> list[str]:
+def _values_of(connection: sa.Connection, name: str) -> list[str]:
     """Return values of a field as a query has them."""
     if name == "state":
         return list(_STATES)
     if name in _TIMES:
         return ["-1h", "-1d", "-7d", "-30d"]
     if name in _LABELS:
-        lists = select(cast(_experiment.labels, Text)).distinct().limit(_NEWEST_TRIALS)
+        lists = sa.select(sa.cast(_experiment.labels, sa.Text)).distinct().limit(_NEWEST_TRIALS)
         known = {label for text in connection.scalars(lists) for label in json.loads(text)}
         return [_quoted(label) for label in sorted(known)]
     if name in ("name", "owner", "project", "searcher", "metric", "kind"):
-        query: Select[Any] = select(_TEXTS[name]).distinct().select_from(tables.experiments)
+        query: sa.Select[Any] = sa.select(_TEXTS[name]).distinct().select_from(tables.experiments)
     elif name in _FIELDS:
         return []
     else:
-        newest = select(tables.trials.c.hparams).order_by(tables.trials.c.id.desc())
+        newest = sa.select(tables.trials.c.hparams).order_by(tables.trials.c.id.desc())
         rows = newest.limit(_NEWEST_TRIALS).subquery()
         path = json_path(name.removeprefix("hparam:"))
-        kind = func.json_type(rows.c.hparams, path)
-        value = func.json_extract(rows.c.hparams, path)
-        shown = case((kind.in_(("true", "false")), kind), else_=cast(value, Text))
-        query = select(shown).distinct().where(kind.not_in(("object", "array", "null")))
+        kind = sa.func.json_type(rows.c.hparams, path)
+        value = sa.func.json_extract(rows.c.hparams, path)
+        shown = sa.case((kind.in_(("true", "false")), kind), else_=sa.cast(value, sa.Text))
+        query = sa.select(shown).distinct().where(kind.not_in(("object", "array", "null")))
     found = connection.scalars(query.limit(_NEWEST_TRIALS))
     return [_quoted(one) for one in found if one]

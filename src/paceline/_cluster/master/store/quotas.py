@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, or_, select
+import sqlalchemy as sa
 
 from paceline._cluster.master.scheduling.pool_policies import (
     DEFAULT_HALF_LIFE_S,
@@ -53,7 +53,7 @@ def next_month(month: str) -> str:
 
 
 def read_usage(
-    connection: Connection, since: str, until: str, by: Iterable[UsageKey]
+    connection: sa.Connection, since: str, until: str, by: Iterable[UsageKey]
 ) -> list[Usage]:
     """Return what was used in some months, those with most slot hours first.
 
@@ -64,12 +64,12 @@ def read_usage(
         by: What tells rows apart; the rest is summed up.
     """
     usage, projects = user_tables.usage.c, user_tables.projects.c
-    chosen = select(user_tables.usage).where(usage.month.between(since, until))
+    chosen = sa.select(user_tables.usage).where(usage.month.between(since, until))
     found = [(tuple(row[:4]), tuple(row[4:])) for row in connection.execute(chosen)]
     found += _used_by_attempts(connection, beginning_of(since), beginning_of(next_month(until)))
-    names = {row.id: row.name for row in connection.execute(select(projects.id, projects.name))}
+    names = {row.id: row.name for row in connection.execute(sa.select(projects.id, projects.name))}
     documents = tables.documents.c
-    gone = select(documents.name, documents.content).where(documents.kind == DELETED_PROJECT)
+    gone = sa.select(documents.name, documents.content).where(documents.kind == DELETED_PROJECT)
     names |= {int(number): content["name"] for number, content in connection.execute(gone)}
     wanted = set(by)
     sums: defaultdict[tuple[str | None, ...], list[float]] = defaultdict(
@@ -96,7 +96,7 @@ def read_usage(
     ]
 
 
-def keep_usage(connection: Connection, experiment_id: int) -> None:
+def keep_usage(connection: sa.Connection, experiment_id: int) -> None:
     """Keep what an experiment used, before its attempts are deleted."""
     sums: defaultdict[_Key, list[float]] = defaultdict(lambda: [0.0] * len(_AMOUNTS))
     for key, amounts in _used_by_attempts(connection, 0.0, time.time(), experiment_id):
@@ -104,12 +104,12 @@ def keep_usage(connection: Connection, experiment_id: int) -> None:
     usage = user_tables.usage
     for key, amounts_now in sums.items():
         place = [usage.c[name] == value for name, value in zip(_KEYS, key, strict=True)]
-        before = connection.execute(select(usage).where(*place)).first()
+        before = connection.execute(sa.select(usage).where(*place)).first()
         if before is not None:
             _add(amounts_now, tuple(before[4:]))
-            connection.execute(delete(usage).where(*place))
+            connection.execute(sa.delete(usage).where(*place))
         values = dict(zip((*_KEYS, *_AMOUNTS), (*key, *amounts_now), strict=True))
-        connection.execute(insert(usage).values(values))
+        connection.execute(sa.insert(usage).values(values))
 
 
 def _add(sums: list[float], amounts: Iterable[float]) -> None:
@@ -118,12 +118,12 @@ def _add(sums: list[float], amounts: Iterable[float]) -> None:
 
 
 def _used_by_attempts(
-    connection: Connection, since_s: float, until_s: float, experiment_id: int | None = None
+    connection: sa.Connection, since_s: float, until_s: float, experiment_id: int | None = None
 ) -> Iterator[tuple[_Key, _Amounts]]:
     """Yield what the attempts of runners used between two moments, month by month."""
     attempts, trials, experiments = tables.attempts.c, tables.trials.c, tables.experiments.c
     query = (
-        select(
+        sa.select(
             attempts.slots, attempts.members, attempts.node_id, attempts.created_at,
             attempts.ended_at, attempts.number, attempts.num_gpus, attempts.spent,
             trials.created_at.label("asked_at"),
@@ -142,12 +142,12 @@ def _used_by_attempts(
     )  # fmt: skip
     if experiment_id is not None:
         query = query.where(attempts.experiment_id == experiment_id)
-    found: Iterable[Row[Any]] = connection.execute(query)
+    found: Iterable[sa.Row[Any]] = connection.execute(query)
     for row in found:
         yield from _by_month(row, since_s, until_s)
 
 
-def _by_month(row: Row[Any], since_s: float, until_s: float) -> Iterator[tuple[_Key, _Amounts]]:
+def _by_month(row: sa.Row[Any], since_s: float, until_s: float) -> Iterator[tuple[_Key, _Amounts]]:
     key = (row.owner, row.project_id, row.pool or DEFAULT_POOL)
     num_slots = num_slots_of(row)
     if row.number == 1 and row.created_at >= since_s:
@@ -183,16 +183,16 @@ def group_owner(group: str) -> str:
     return f"{_GROUP}{group}"
 
 
-def read_groups(connection: Connection) -> dict[str, str]:
+def read_groups(connection: sa.Connection) -> dict[str, str]:
     """Return the groups of users that are in one, as `group_owner` names them."""
     users = user_tables.users.c
-    query = select(users.name, users.member_of).where(users.member_of.is_not(None))
+    query = sa.select(users.name, users.member_of).where(users.member_of.is_not(None))
     return {row.name: group_owner(row.member_of) for row in connection.execute(query)}
 
 
 def note_use(
-    connection: Connection,
-    experiment: Row[Any],
+    connection: sa.Connection,
+    experiment: sa.Row[Any],
     pool: str | None,
     num_slots: int,
     begin: float,
@@ -205,14 +205,14 @@ def note_use(
     # A runner's clock is not ours.
     end = min(end, now)
     settings = tables.pools.c
-    hours = connection.scalar(select(settings.half_life_hours).where(settings.name == pool))
+    hours = connection.scalar(sa.select(settings.half_life_hours).where(settings.name == pool))
     half_life_s = hours * 3600 if hours else DEFAULT_HALF_LIFE_S
     month, use = month_of(end), user_tables.slot_use
     key = (month, experiment.owner, experiment.project_id, pool)
     place = [use.c[name] == value for name, value in zip(_KEYS, key, strict=True)]
     slot_s = num_slots * max(end - max(begin, beginning_of(month)), 0.0)
     recent_s = recent_use(num_slots, begin, end, half_life_s)
-    before, at = connection.execute(select(use).where(*place)).first(), end
+    before, at = connection.execute(sa.select(use).where(*place)).first(), end
     if before is not None:
         slot_s += before.slot_s
         if is_filler and before.at <= end:
@@ -220,19 +220,19 @@ def note_use(
             at = before.at
             recent_s *= 2 ** ((end - at) / half_life_s)
         recent_s += faded(before.recent_s, before.at, at, half_life_s)
-        connection.execute(delete(use).where(*place))
+        connection.execute(sa.delete(use).where(*place))
     values = {"slot_s": slot_s, "recent_s": recent_s, "at": at}
-    connection.execute(insert(use).values(**dict(zip(_KEYS, key, strict=True)), **values))
+    connection.execute(sa.insert(use).values(**dict(zip(_KEYS, key, strict=True)), **values))
 
 
-def note_use_of_month(connection: Connection) -> None:
+def note_use_of_month(connection: sa.Connection) -> None:
     """Count what has ended in this month, in a database that was upgraded or made anew."""
-    if connection.scalar(select(func.count()).select_from(user_tables.slot_use)):
+    if connection.scalar(sa.select(sa.func.count()).select_from(user_tables.slot_use)):
         return
     attempts, experiments = tables.attempts, tables.experiments.c
     pool = experiments.config[("resources", "pool")].as_string().label("pool")
     query = (
-        select(attempts, experiments.owner, experiments.project_id, pool)
+        sa.select(attempts, experiments.owner, experiments.project_id, pool)
         .join(tables.experiments, experiments.id == attempts.c.experiment_id)
         .where(
             experiments.external_id.is_(None),
@@ -245,16 +245,16 @@ def note_use_of_month(connection: Connection) -> None:
                  is_filler=row.is_filler)  # fmt: skip
 
 
-def read_quotas(connection: Connection) -> Sequence[Row[Any]]:
+def read_quotas(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
     """Return the rows of the quotas, those of users first."""
     quotas = user_tables.quotas.c
     order = (quotas.project_id, quotas.user)
-    return connection.execute(select(user_tables.quotas).order_by(*order)).all()
+    return connection.execute(sa.select(user_tables.quotas).order_by(*order)).all()
 
 
 def read_sharing(
-    connection: Connection,
-    rows: Sequence[Row[Any]],
+    connection: sa.Connection,
+    rows: Sequence[sa.Row[Any]],
     holding: Sequence[Holding],
     nodes: Iterable[NodeSlots],
     pools: Mapping[str, PoolSettings],
@@ -292,7 +292,7 @@ def read_sharing(
 
 
 def _past_use(
-    connection: Connection,
+    connection: sa.Connection,
     half_lives: Mapping[str, float],
     holding: Sequence[Holding],
     nodes: Iterable[NodeSlots],
@@ -300,7 +300,7 @@ def _past_use(
 ) -> dict[str, dict[str, float]]:
     past: dict[str, dict[str, float]] = {name: defaultdict(float) for name in half_lives}
     use = user_tables.slot_use.c
-    for row in connection.execute(select(user_tables.slot_use).where(use.pool.in_(half_lives))):
+    for row in connection.execute(sa.select(user_tables.slot_use).where(use.pool.in_(half_lives))):
         half_life_s = half_lives[row.pool]
         recent_s = faded(row.recent_s, row.at, now, half_life_s)
         past[row.pool][row.user] += as_slots(recent_s, half_life_s)
@@ -314,13 +314,13 @@ def _past_use(
 
 
 def _last_served(
-    connection: Connection, pools: Sequence[str], groups: Mapping[str, str], now: float
+    connection: sa.Connection, pools: Sequence[str], groups: Mapping[str, str], now: float
 ) -> dict[str, dict[str, float]]:
     """Return by pool when users and groups last had slots that they have given back."""
     use = user_tables.slot_use.c
     # Not those of a clock that was set back: such users would come last until it is there again.
     is_past = use.at <= now
-    query = select(use.pool, use.user, func.max(use.at)).where(use.pool.in_(pools), is_past)
+    query = sa.select(use.pool, use.user, sa.func.max(use.at)).where(use.pool.in_(pools), is_past)
     found: dict[str, dict[str, float]] = {name: {} for name in pools}
     for pool, user, at in connection.execute(query.group_by(use.pool, use.user)):
         for owner in (user, groups[user]) if user in groups else (user,):
@@ -329,8 +329,8 @@ def _last_served(
 
 
 def _limits(
-    connection: Connection,
-    rows: Sequence[Row[Any]],
+    connection: sa.Connection,
+    rows: Sequence[sa.Row[Any]],
     holding: Sequence[Holding],
     groups: Mapping[str, str],
     now: float,
@@ -363,7 +363,7 @@ def _limits(
     return limits
 
 
-def _owner(row: Row[Any]) -> _Owner:
+def _owner(row: sa.Row[Any]) -> _Owner:
     return row.user or int(row.project_id)
 
 
@@ -372,18 +372,18 @@ def _owners(user: str, project: int, groups: Mapping[str, str]) -> tuple[_Owner,
     return (user, groups[user], project) if user in groups else (user, project)
 
 
-def _project_names(connection: Connection) -> dict[_Owner, str]:
+def _project_names(connection: sa.Connection) -> dict[_Owner, str]:
     projects = user_tables.projects.c
-    return {row.id: row.name for row in connection.execute(select(projects.id, projects.name))}
+    return {row.id: row.name for row in connection.execute(sa.select(projects.id, projects.name))}
 
 
 def slot_hours(
-    connection: Connection, holding: Iterable[Holding], groups: Mapping[str, str], now: float
+    connection: sa.Connection, holding: Iterable[Holding], groups: Mapping[str, str], now: float
 ) -> Mapping[_Owner, float]:
     """Return the slot hours of users, groups and projects in the month of a moment."""
     hours: defaultdict[_Owner, float] = defaultdict(float)
     use, month = user_tables.slot_use.c, month_of(now)
-    for row in connection.execute(select(user_tables.slot_use).where(use.month == month)):
+    for row in connection.execute(sa.select(user_tables.slot_use).where(use.month == month)):
         for owner in _owners(row.user, row.project_id, groups):
             hours[owner] += row.slot_s / 3600
     for one in holding:
@@ -394,19 +394,19 @@ def slot_hours(
 
 
 def stored_bytes(
-    connection: Connection, owners: Iterable[_Owner], groups: Mapping[str, str], kind: str
+    connection: sa.Connection, owners: Iterable[_Owner], groups: Mapping[str, str], kind: str
 ) -> Mapping[_Owner, int]:
     """Return the bytes of checkpoints or files that some users, groups and projects have."""
     counts, experiments, wanted = tables.counts.c, tables.experiments.c, list(owners)
     wanted += [user for user, group in groups.items() if group in wanted]
     columns = (experiments.owner, experiments.project_id)
     query = (
-        select(*columns, func.sum(counts.num_bytes).label("size"))
+        sa.select(*columns, sa.func.sum(counts.num_bytes).label("size"))
         .join(tables.counts, counts.experiment_id == experiments.id)
         .where(
             counts.kind == kind,
             counts.state != CheckpointState.DELETED.value,
-            or_(experiments.owner.in_(wanted), experiments.project_id.in_(wanted)),
+            sa.or_(experiments.owner.in_(wanted), experiments.project_id.in_(wanted)),
         )
         .group_by(*columns)
     )
@@ -417,7 +417,7 @@ def stored_bytes(
     return sizes
 
 
-def list_quotas(connection: Connection, holding: Sequence[Holding], now: float) -> list[Quota]:
+def list_quotas(connection: sa.Connection, holding: Sequence[Holding], now: float) -> list[Quota]:
     """Return the quotas with what counts against them."""
     rows = read_quotas(connection)
     names, groups = _project_names(connection), read_groups(connection)
@@ -449,23 +449,23 @@ def list_quotas(connection: Connection, holding: Sequence[Holding], now: float) 
     ]
 
 
-def read_reservations(connection: Connection, now: float) -> list[Reservation]:
+def read_reservations(connection: sa.Connection, now: float) -> list[Reservation]:
     """Return the reservations that are not over, the next first."""
     columns = user_tables.reservations.c
     query = (
-        select(user_tables.reservations).where(columns.ends_at > now).order_by(columns.begins_at)
+        sa.select(user_tables.reservations).where(columns.ends_at > now).order_by(columns.begins_at)
     )
     found = connection.execute(query.order_by(columns.id))
     return [Reservation.model_validate(row, from_attributes=True) for row in found]
 
 
-def reserve(connection: Connection, nodes: Iterable[NodeSlots], now: float) -> list[NodeSlots]:
+def reserve(connection: sa.Connection, nodes: Iterable[NodeSlots], now: float) -> list[NodeSlots]:
     """Return nodes with the users for whom they are reserved now, or soon."""
     found = [one for one in read_reservations(connection, now) if one.begins_at - _LEAD_S <= now]
     if not found:
         return list(nodes)
     columns = tables.nodes.c
-    ids = {row.name: row.id for row in connection.execute(select(columns.name, columns.id))}
+    ids = {row.name: row.id for row in connection.execute(sa.select(columns.name, columns.id))}
     ids[LOCAL_NAME] = LOCAL_NODE
     of_node: defaultdict[int | None, list[Reservation]] = defaultdict(list)
     for one in found:

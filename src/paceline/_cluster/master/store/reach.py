@@ -13,8 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sqlalchemy as sa
 from pydantic import TypeAdapter, ValidationError
-from sqlalchemy import Connection
 from sqlalchemy.exc import StatementError
 
 DEFAULT_PROJECT = 1
@@ -127,7 +127,7 @@ def current_project() -> int:
     return reach.project
 
 
-def is_restricted(connection: Connection) -> bool:
+def is_restricted(connection: sa.Connection) -> bool:
     """Return whether a connection shows the rows of some projects only."""
     return connection.info.get(_SHOWN) is not None
 
@@ -165,7 +165,7 @@ _GUARDED = {
 _HIDDEN, _FIXED = "reach: hidden", "reach: fixed"
 
 
-def show_only(connection: Connection, reach: Reach) -> None:
+def show_only(connection: sa.Connection, reach: Reach) -> None:
     """Let a fresh pooled connection show the rows of a reach's projects only."""
     assert reach.sees is not None
     pooled = connection.connection
@@ -181,7 +181,7 @@ def show_only(connection: Connection, reach: Reach) -> None:
 
 
 @contextmanager
-def changing_only(connection: Connection, reach: Reach | None) -> Iterator[None]:
+def changing_only(connection: sa.Connection, reach: Reach | None) -> Iterator[None]:
     """Refuse changes of rows beyond a reach, made with the writer's connection inside.
 
     Raises:
@@ -219,7 +219,7 @@ def changing_only(connection: Connection, reach: Reach | None) -> Iterator[None]
         connection.exec_driver_sql(f"DROP TRIGGER temp.{name}")
 
 
-def check_object(connection: Connection, kind: str, key: Any, *, changes: bool = False) -> None:
+def check_object(connection: sa.Connection, kind: str, key: Any, *, changes: bool = False) -> None:
     """Check that the sender sees, or may change, an object that a body names, if it does.
 
     Raises:
@@ -238,7 +238,7 @@ def check_object(connection: Connection, kind: str, key: Any, *, changes: bool =
         raise NotAllowedError(f"the {what}", is_hidden=False)
 
 
-def sees_document(connection: Connection, experiment_id: int | None, project: int) -> bool:
+def sees_document(connection: sa.Connection, experiment_id: int | None, project: int) -> bool:
     """Return whether the sender sees a document of a tracker's client."""
     reach = current_reach()
     if reach is None or reach.sees is None:
@@ -275,7 +275,7 @@ def named_object(parameters: Mapping[str, Any]) -> tuple[str, Any] | None:
     return None
 
 
-def project_of(connection: Connection, kind: str, key: Any) -> int | None:
+def project_of(connection: sa.Connection, kind: str, key: Any) -> int | None:
     """Return the project of an object; None if there is no such object.
 
     Ids are read as routes read them: `1_0` in a path is the experiment 10.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sqlalchemy import Connection, delete, insert, literal, select
+import sqlalchemy as sa
 
 from paceline._cluster.master.store import tables
 
@@ -71,7 +71,7 @@ class RecordedRow:
     key: Any = None
 
 
-def watch_rows(connection: Connection) -> None:
+def watch_rows(connection: sa.Connection) -> None:
     """Create the triggers for noting changed rows, in a new or upgraded database."""
     for table, columns in LASTING.items():
         owner = {"experiments": "NEW.id", "users": "NULL", "tokens": "NULL"}.get(table)
@@ -107,7 +107,7 @@ def watch_rows(connection: Connection) -> None:
     )  # fmt: skip
 
 
-def _make_trigger(connection: Connection, name: str, when: str, then: str) -> None:
+def _make_trigger(connection: sa.Connection, name: str, when: str, then: str) -> None:
     connection.exec_driver_sql(f"CREATE TRIGGER IF NOT EXISTS {name} {when} BEGIN {then} END")
 
 
@@ -119,41 +119,41 @@ def begin_records(database: "Database") -> None:
         database.write(_note_all).result()
 
 
-def are_records_begun(connection: Connection) -> bool:
+def are_records_begun(connection: sa.Connection) -> bool:
     """Return whether the records are complete; if not, the next master writes them anew."""
     meta = tables.meta.c
-    return connection.scalar(select(meta.value).where(meta.key == RECORDS_BEGUN)) == _RECORDS
+    return connection.scalar(sa.select(meta.value).where(meta.key == RECORDS_BEGUN)) == _RECORDS
 
 
 def forget_recorded(transaction: "Transaction") -> None:
     """Have the next master record all anew."""
     meta = tables.meta
-    transaction.connection.execute(delete(meta).where(meta.c.key == RECORDS_BEGUN))
-    transaction.connection.execute(delete(tables.unrecorded))
+    transaction.connection.execute(sa.delete(meta).where(meta.c.key == RECORDS_BEGUN))
+    transaction.connection.execute(sa.delete(tables.unrecorded))
 
 
 def _note_all(transaction: "Transaction") -> None:
     connection, unrecorded = transaction.connection, tables.unrecorded
-    connection.execute(delete(unrecorded))
-    ids = select(tables.experiments.c.id).order_by(tables.experiments.c.id)
+    connection.execute(sa.delete(unrecorded))
+    ids = sa.select(tables.experiments.c.id).order_by(tables.experiments.c.id)
     columns = ("experiment_id", "kind", "row_id")
-    every = ids.add_columns(literal(ALL), tables.experiments.c.id)
-    connection.execute(insert(unrecorded).from_select(columns, every))
+    every = ids.add_columns(sa.literal(ALL), tables.experiments.c.id)
+    connection.execute(sa.insert(unrecorded).from_select(columns, every))
     note_experiment(connection, None)
-    connection.execute(delete(tables.meta).where(tables.meta.c.key == RECORDS_BEGUN))
-    connection.execute(insert(tables.meta).values(key=RECORDS_BEGUN, value=_RECORDS))
+    connection.execute(sa.delete(tables.meta).where(tables.meta.c.key == RECORDS_BEGUN))
+    connection.execute(sa.insert(tables.meta).values(key=RECORDS_BEGUN, value=_RECORDS))
 
 
-def note_experiment(connection: Connection, experiment_id: int | None) -> None:
+def note_experiment(connection: sa.Connection, experiment_id: int | None) -> None:
     """Have all rows of an experiment, or of the cluster for None, recorded anew."""
     connection.execute(
-        insert(tables.unrecorded).values(
+        sa.insert(tables.unrecorded).values(
             experiment_id=experiment_id, kind=ALL, row_id=experiment_id or 0
         )
     )
 
 
-def change_rows(connection: Connection, kind: str, row_id: int) -> Iterator[RecordedRow]:
+def change_rows(connection: sa.Connection, kind: str, row_id: int) -> Iterator[RecordedRow]:
     """Yield the current rows for a noted change."""
     if kind == ALL and row_id == 0:
         for table in ("users", "tokens", *OF_CLUSTER):
@@ -165,13 +165,13 @@ def change_rows(connection: Connection, kind: str, row_id: int) -> Iterator[Reco
         yield from _attempt_rows(connection, row_id)
 
 
-def lasting_rows(connection: Connection, table: str, ids: list[int]) -> Iterator[RecordedRow]:
+def lasting_rows(connection: sa.Connection, table: str, ids: list[int]) -> Iterator[RecordedRow]:
     """Yield the current rows of a table with lasting columns, in order of their ids."""
     wanted = "rowid IN (SELECT value FROM json_each(?)) ORDER BY rowid"
     yield from _select_recovery_rows(connection, table, wanted, json.dumps(ids))
 
 
-def experiment_rows(connection: Connection, experiment_id: int) -> Iterator[RecordedRow]:
+def experiment_rows(connection: sa.Connection, experiment_id: int) -> Iterator[RecordedRow]:
     """Yield all recorded rows of an experiment, referenced rows before referring rows."""
     yield from _select_recovery_rows(connection, "experiments", "id = ?", experiment_id)
     for table in ("trials", "attempts", "search_inputs", "checkpoints"):
@@ -183,7 +183,7 @@ def experiment_rows(connection: Connection, experiment_id: int) -> Iterator[Reco
         yield from _attempt_rows(connection, attempt_id)
 
 
-def marks_of_running(connection: Connection, experiment_id: int) -> Iterator[RecordedRow]:
+def marks_of_running(connection: sa.Connection, experiment_id: int) -> Iterator[RecordedRow]:
     """Yield how far the journals of running attempts are stored."""
     yield from _select_recovery_rows(
         connection,
@@ -193,7 +193,7 @@ def marks_of_running(connection: Connection, experiment_id: int) -> Iterator[Rec
     )
 
 
-def _attempt_rows(connection: Connection, attempt_id: int) -> Iterator[RecordedRow]:
+def _attempt_rows(connection: sa.Connection, attempt_id: int) -> Iterator[RecordedRow]:
     found = connection.exec_driver_sql(
         "SELECT trial_id, number FROM attempts WHERE id = ?", (attempt_id,)
     ).first()
@@ -226,7 +226,7 @@ def _attempt_rows(connection: Connection, attempt_id: int) -> Iterator[RecordedR
 
 
 def _select_recovery_rows(
-    connection: Connection, table: str, condition: str, *parameters: Any
+    connection: sa.Connection, table: str, condition: str, *parameters: Any
 ) -> Iterator[RecordedRow]:
     found = connection.execution_options(yield_per=_ROWS_AT_ONCE).exec_driver_sql(
         f"SELECT * FROM {table} WHERE {condition}",  # noqa: S608 # no text of a user

@@ -5,23 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    MetaData,
-    Row,
-    Select,
-    Table,
-    and_,
-    bindparam,
-    case,
-    delete,
-    event,
-    func,
-    insert,
-    select,
-    update,
-)
+import sqlalchemy as sa
 
 from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.reach import is_restricted
@@ -35,9 +19,9 @@ from paceline._cluster.messages.states import (
 _NAME = "ids"
 
 
-def many_ids() -> Select[Any]:
+def many_ids() -> sa.Select[Any]:
     """Return a subquery of ids for `in_`; execute the query with `ids_parameter`."""
-    return select(func.json_each(bindparam(_NAME)).table_valued("value").c.value)
+    return sa.select(sa.func.json_each(sa.bindparam(_NAME)).table_valued("value").c.value)
 
 
 def ids_parameter(ids: Iterable[int | str]) -> dict[str, str]:
@@ -45,67 +29,67 @@ def ids_parameter(ids: Iterable[int | str]) -> dict[str, str]:
     return {_NAME: json.dumps([*ids])}
 
 
-def new_id(connection: Connection, table: Table) -> int:
+def new_id(connection: sa.Connection, table: sa.Table) -> int:
     """Return the id for a new row; for the writer thread."""
     meta = tables.meta
-    kept = connection.execute(select(meta.c.value).where(meta.c.key == _key(table))).scalar()
-    newest: int | None = connection.execute(select(func.max(table.c.id))).scalar()
+    kept = connection.execute(sa.select(meta.c.value).where(meta.c.key == _key(table))).scalar()
+    newest: int | None = connection.execute(sa.select(sa.func.max(table.c.id))).scalar()
     # Rows restored from records may lie beyond the stored id.
     return max(int(kept or 0), newest or 0) + 1
 
 
-def keep_ids(connection: Connection, *given: Table) -> None:
+def keep_ids(connection: sa.Connection, *given: sa.Table) -> None:
     """Remember the highest ids given so far; call this before rows are deleted."""
     raise_ids(connection, dict.fromkeys(given, 0))
 
 
-def raise_ids(connection: Connection, newest: Mapping[Table, int]) -> None:
+def raise_ids(connection: sa.Connection, newest: Mapping[sa.Table, int]) -> None:
     """Remember the given newest ids if higher than the ids of the present rows."""
     meta = tables.meta
     for table, number in newest.items():
         kept = max(number, new_id(connection, table) - 1)
-        connection.execute(delete(meta).where(meta.c.key == _key(table)))
-        connection.execute(insert(meta).values(key=_key(table), value=str(kept)))
+        connection.execute(sa.delete(meta).where(meta.c.key == _key(table)))
+        connection.execute(sa.insert(meta).values(key=_key(table), value=str(kept)))
 
 
-def insert_row(connection: Connection, table: Table, **values: Any) -> int:
+def insert_row(connection: sa.Connection, table: sa.Table, **values: Any) -> int:
     """Insert a row under a new id, and return the id."""
     row_id = new_id(connection, table)
-    connection.execute(insert(table).values(id=row_id, **values))
+    connection.execute(sa.insert(table).values(id=row_id, **values))
     return row_id
 
 
-def row_of(connection: Connection, table: Table, row_id: int) -> Row[Any]:
+def row_of(connection: sa.Connection, table: sa.Table, row_id: int) -> sa.Row[Any]:
     """Return the row of an id, which must be there."""
-    return connection.execute(select(table).where(table.c.id == row_id)).one()
+    return connection.execute(sa.select(table).where(table.c.id == row_id)).one()
 
 
-def update_row(connection: Connection, table: Table, row_id: int, **values: Any) -> None:
+def update_row(connection: sa.Connection, table: sa.Table, row_id: int, **values: Any) -> None:
     """Set columns of the row of an id."""
-    connection.execute(update(table).where(table.c.id == row_id).values(**values))
+    connection.execute(sa.update(table).where(table.c.id == row_id).values(**values))
 
 
-def update_experiment(connection: Connection, experiment_id: int, **values: Any) -> None:
+def update_experiment(connection: sa.Connection, experiment_id: int, **values: Any) -> None:
     """Set columns of an experiment."""
     update_row(connection, tables.experiments, experiment_id, **values)
 
 
-def update_attempt(connection: Connection, attempt_id: int, **values: Any) -> None:
+def update_attempt(connection: sa.Connection, attempt_id: int, **values: Any) -> None:
     """Set columns of an attempt; its runner is not notified."""
     update_row(connection, tables.attempts, attempt_id, **values)
 
 
 def insert_document(
-    connection: Connection, kind: str, parent: str, name: str, content: Any, **columns: Any
+    connection: sa.Connection, kind: str, parent: str, name: str, content: Any, **columns: Any
 ) -> None:
     """Insert a document that is created now, unless `columns` have other times."""
     now = time.time()
     times = {"created_at": now, "changed_at": now}
     place = {"kind": kind, "parent": parent, "name": name, "content": content}
-    connection.execute(insert(tables.documents).values(**times | place | columns))
+    connection.execute(sa.insert(tables.documents).values(**times | place | columns))
 
 
-def _key(table: Table) -> str:
+def _key(table: sa.Table) -> str:
     return f"last_id_of_{table.name}"
 
 
@@ -118,7 +102,7 @@ class KeyReusedError(ValueError):
     """Raised when a key comes with another request than the first time."""
 
 
-def once(connection: Connection, key: str, digest: str, create: Callable[[], int]) -> int:
+def once(connection: sa.Connection, key: str, digest: str, create: Callable[[], int]) -> int:
     """Return the stored result for a request key seen within a day, else call `create`.
 
     The key is stored in the transaction of the creation, with the digest of its request.
@@ -128,7 +112,7 @@ def once(connection: Connection, key: str, digest: str, create: Callable[[], int
     """
     meta = tables.meta
     name = _PREFIX + key
-    found = connection.scalar(select(meta.c.value).where(meta.c.key == name))
+    found = connection.scalar(sa.select(meta.c.value).where(meta.c.key == name))
     if found is not None:
         # Keys of earlier versions have no digest.
         _, created, *digests = found.split()
@@ -140,11 +124,11 @@ def once(connection: Connection, key: str, digest: str, create: Callable[[], int
         return int(created)
     created = create()
     now = time.time()
-    connection.execute(insert(meta).values(key=name, value=f"{now:020.6f} {created} {digest}"))
+    connection.execute(sa.insert(meta).values(key=name, value=f"{now:020.6f} {created} {digest}"))
     # Cleanup now and then is enough: old keys need no exact expiry.
     if created % _SWEEP_EVERY == 0:
         is_old = meta.c.value < f"{now - _KEPT_S:020.6f}"
-        connection.execute(delete(meta).where(meta.c.key.startswith(_PREFIX), is_old))
+        connection.execute(sa.delete(meta).where(meta.c.key.startswith(_PREFIX), is_old))
     return created
 
 
@@ -261,13 +245,13 @@ TRIGGERS = (
 )
 
 
-@event.listens_for(user_tables.metadata, "after_create")
-def _add_triggers(_metadata: MetaData, connection: Connection, **_options: Any) -> None:
+@sa.event.listens_for(user_tables.metadata, "after_create")
+def _add_triggers(_metadata: sa.MetaData, connection: sa.Connection, **_options: Any) -> None:
     for trigger in TRIGGERS:
         connection.exec_driver_sql(trigger)
 
 
-def number_by_state(connection: Connection, kind: str, experiment_id: int = 0) -> dict[str, int]:
+def number_by_state(connection: sa.Connection, kind: str, experiment_id: int = 0) -> dict[str, int]:
     """Return how many rows of a kind there are in each state, in an experiment or in all."""
     if experiment_id == 0 and is_restricted(connection):
         found = connection.execute(_visible_numbers(kind)).all()
@@ -276,40 +260,42 @@ def number_by_state(connection: Connection, kind: str, experiment_id: int = 0) -
     return {row.state: row.number for row in connection.execute(_NUMBER_BY_STATE, wanted).all()}
 
 
-def _visible_numbers(kind: str) -> Select[Any]:
+def _visible_numbers(kind: str) -> sa.Select[Any]:
     """Return the query for the numbers of what the connection shows, which no trigger keeps."""
     counts, experiments = tables.counts.c, tables.experiments.c
     if kind not in (EXPERIMENTS, ARCHIVED):
-        query = select(counts.state, func.sum(counts.number).label("number"))
+        query = sa.select(counts.state, sa.func.sum(counts.number).label("number"))
         return query.where(counts.kind == kind).group_by(counts.state)
-    query = select(experiments.state, func.count().label("number")).group_by(experiments.state)
+    query = sa.select(experiments.state, sa.func.count().label("number")).group_by(
+        experiments.state
+    )
     return query.where(experiments.is_archived) if kind == ARCHIVED else query
 
 
 # Made once, as most requests for lists need it.
-_NUMBER_BY_STATE = select(tables.counts.c.state, tables.counts.c.number).where(
-    tables.counts.c.kind == bindparam("kind"),
-    tables.counts.c.experiment_id == bindparam("experiment"),
+_NUMBER_BY_STATE = sa.select(tables.counts.c.state, tables.counts.c.number).where(
+    tables.counts.c.kind == sa.bindparam("kind"),
+    tables.counts.c.experiment_id == sa.bindparam("experiment"),
     tables.counts.c.number > 0,
 )
 
 
-def numbers_of(connection: Connection, kind: str, ids: Iterable[int]) -> dict[int, int]:
+def numbers_of(connection: sa.Connection, kind: str, ids: Iterable[int]) -> dict[int, int]:
     """Return how many rows of a kind some experiments have."""
     counts = tables.counts.c
-    query = select(counts.experiment_id, func.sum(counts.number)).where(
+    query = sa.select(counts.experiment_id, sa.func.sum(counts.number)).where(
         counts.kind == kind, counts.experiment_id.in_(list(ids))
     )
     found = connection.execute(query.group_by(counts.experiment_id)).all()
     return {row[0]: row[1] for row in found}
 
 
-def checkpoint_sizes(connection: Connection, ids: Iterable[int]) -> dict[int, tuple[int, int]]:
+def checkpoint_sizes(connection: sa.Connection, ids: Iterable[int]) -> dict[int, tuple[int, int]]:
     """Return number and bytes of the checkpoints not deleted, by experiment; id 0 means all."""
     counts, wanted = tables.counts.c, list(ids)
-    query = select(counts.experiment_id, func.sum(counts.number), func.sum(counts.num_bytes)).where(
-        counts.kind == CHECKPOINTS, counts.state != CheckpointState.DELETED.value
-    )
+    query = sa.select(
+        counts.experiment_id, sa.func.sum(counts.number), sa.func.sum(counts.num_bytes)
+    ).where(counts.kind == CHECKPOINTS, counts.state != CheckpointState.DELETED.value)
     if wanted == [0] and is_restricted(connection):
         _, number, size = connection.execute(query).one()
         return {0: (number or 0, size or 0)}
@@ -317,10 +303,10 @@ def checkpoint_sizes(connection: Connection, ids: Iterable[int]) -> dict[int, tu
     return {row[0]: (row[1], row[2]) for row in connection.execute(query).all()}
 
 
-def file_bytes(connection: Connection, ids: Iterable[int]) -> int:
+def file_bytes(connection: sa.Connection, ids: Iterable[int]) -> int:
     """Return the bytes of media and other files of some experiments."""
     counts = tables.counts.c
-    query = select(func.coalesce(func.sum(counts.num_bytes), 0)).where(
+    query = sa.select(sa.func.coalesce(sa.func.sum(counts.num_bytes), 0)).where(
         counts.kind == FILES, counts.experiment_id.in_(many_ids())
     )
     return int(connection.execute(query, ids_parameter(ids)).scalar_one())
@@ -338,22 +324,24 @@ class ExperimentCounts(NamedTuple):
 NO_COUNTS = ExperimentCounts(0, 0, 0, 0)
 
 
-def experiment_counts(connection: Connection, ids: Iterable[int]) -> dict[int, ExperimentCounts]:
+def experiment_counts(connection: sa.Connection, ids: Iterable[int]) -> dict[int, ExperimentCounts]:
     """Return the counts of some experiments; experiments without any count are left out."""
     found = connection.execute(_COUNTS_OF_EXPERIMENTS, ids_parameter(ids)).all()
     return {row[0]: ExperimentCounts(*row[1:]) for row in found}
 
 
-def _experiment_counts() -> Select[Any]:
+def _experiment_counts() -> sa.Select[Any]:
     counts = tables.counts.c
 
-    def total(column: ColumnElement[int], *conditions: ColumnElement[bool]) -> ColumnElement[int]:
-        return func.sum(case((and_(*conditions), column), else_=0))
+    def total(
+        column: sa.ColumnElement[int], *conditions: sa.ColumnElement[bool]
+    ) -> sa.ColumnElement[int]:
+        return sa.func.sum(sa.case((sa.and_(*conditions), column), else_=0))
 
     is_running = (counts.kind == ATTEMPTS, counts.state == AttemptState.RUNNING.value)
     is_stored = (counts.kind == CHECKPOINTS, counts.state != CheckpointState.DELETED.value)
     return (
-        select(
+        sa.select(
             counts.experiment_id,
             total(counts.number, counts.kind == TRIALS),
             total(counts.number, *is_running),
@@ -371,21 +359,21 @@ def _experiment_counts() -> Select[Any]:
 _COUNTS_OF_EXPERIMENTS = _experiment_counts()
 
 
-def num_waiting(connection: Connection) -> int:
+def num_waiting(connection: sa.Connection) -> int:
     """Return the number of trials waiting for slots, computed mostly from kept counts."""
     counts, experiments = tables.counts.c, tables.experiments.c
     is_managed_and_active = (
         experiments.state == ExperimentState.ACTIVE.value,
         experiments.external_id.is_(None),
     )
-    active = select(func.coalesce(func.sum(counts.number), 0)).where(
+    active = sa.select(sa.func.coalesce(sa.func.sum(counts.number), 0)).where(
         counts.kind == TRIALS,
         counts.state == TrialState.ACTIVE.value,
-        counts.experiment_id.in_(select(experiments.id).where(*is_managed_and_active)),
+        counts.experiment_id.in_(sa.select(experiments.id).where(*is_managed_and_active)),
     )
     attempts, trials = tables.attempts.c, tables.trials.c
     running = (
-        select(func.count())
+        sa.select(sa.func.count())
         .select_from(tables.attempts)
         .join(tables.trials, trials.id == attempts.trial_id)
         .join(tables.experiments, experiments.id == attempts.experiment_id)

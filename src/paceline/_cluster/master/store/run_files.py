@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, func, insert, select, true
+import sqlalchemy as sa
 
 from paceline._base.files import open_regular, sync_directory
 from paceline._base.journal_records import MediaReported
@@ -193,7 +193,12 @@ class FileContents:
 
 
 def put_file(
-    connection: Connection, trial: Row[Any], path: str, digest: str, size: int, media_type: str
+    connection: sa.Connection,
+    trial: sa.Row[Any],
+    path: str,
+    digest: str,
+    size: int,
+    media_type: str,
 ) -> None:
     """Name a content as a file of a trial, in place of an earlier one of this path.
 
@@ -202,9 +207,9 @@ def put_file(
     """
     files = tables.run_files
     key = (files.c.trial_id == trial.id) & (files.c.path == check_file_path(path))
-    connection.execute(delete(files).where(key))
+    connection.execute(sa.delete(files).where(key))
     connection.execute(
-        insert(files).values(
+        sa.insert(files).values(
             trial_id=trial.id,
             path=path,
             experiment_id=trial.experiment_id,
@@ -216,10 +221,12 @@ def put_file(
     )
 
 
-def bytes_left(connection: Connection, trial_id: int) -> int:
+def bytes_left(connection: sa.Connection, trial_id: int) -> int:
     """Return how many bytes of files a trial may still have, by the setting of the environment."""
     files = tables.run_files.c
-    query = select(func.coalesce(func.sum(files.size), 0)).where(files.trial_id == trial_id)
+    query = sa.select(sa.func.coalesce(sa.func.sum(files.size), 0)).where(
+        files.trial_id == trial_id
+    )
     return max(0, _allowed_bytes() - int(connection.execute(query).scalar_one()))
 
 
@@ -231,32 +238,37 @@ def _hour() -> int:
     return int(time.time() // 3600)
 
 
-def get_file(connection: Connection, trial_id: int, path: str) -> Row[Any] | None:
+def get_file(connection: sa.Connection, trial_id: int, path: str) -> sa.Row[Any] | None:
     """Return the row of a trial's file, None if there is none."""
     files = tables.run_files
     return connection.execute(
-        select(files).where(files.c.trial_id == trial_id, files.c.path == path)
+        sa.select(files).where(files.c.trial_id == trial_id, files.c.path == path)
     ).first()
 
 
 def list_files(
-    connection: Connection, trial_id: int, *, prefix: str = "", after: str = "", limit: int = 1000
-) -> list[Row[Any]]:
+    connection: sa.Connection,
+    trial_id: int,
+    *,
+    prefix: str = "",
+    after: str = "",
+    limit: int = 1000,
+) -> list[sa.Row[Any]]:
     """Return rows of a trial's files in the order of their paths, those beyond `after`."""
     files = tables.run_files
-    query = select(files).where(files.c.trial_id == trial_id, files.c.path > after)
+    query = sa.select(files).where(files.c.trial_id == trial_id, files.c.path > after)
     if prefix:
         query = query.where(files.c.path >= prefix, files.c.path < prefix + "\U0010ffff")
     return list(connection.execute(query.order_by(files.c.path).limit(limit)))
 
 
-def used_digests(connection: Connection) -> set[str]:
+def used_digests(connection: sa.Connection) -> set[str]:
     """Return the digests of all files."""
-    return set(connection.execute(select(tables.run_files.c.digest).distinct()).scalars())
+    return set(connection.execute(sa.select(tables.run_files.c.digest).distinct()).scalars())
 
 
 def add_media(
-    connection: Connection, trial: Row[Any], attempt: int, records: list[MediaReported]
+    connection: sa.Connection, trial: sa.Row[Any], attempt: int, records: list[MediaReported]
 ) -> None:
     """Store media reports of an attempt."""
     rows = [
@@ -275,11 +287,11 @@ def add_media(
         for record in records
     ]
     if rows:
-        connection.execute(insert(tables.media), rows)
+        connection.execute(sa.insert(tables.media), rows)
 
 
 def read_media(
-    connection: Connection,
+    connection: sa.Connection,
     trial_id: int,
     group: str,
     name: str,
@@ -287,7 +299,7 @@ def read_media(
     steps: list[int] | None = None,
     after: tuple[int, int] = (-1, -1),
     limit: int = 100,
-) -> list[Row[Any]]:
+) -> list[sa.Row[Any]]:
     """Return rows of the visible media of a name, by step; those beyond a step and an id.
 
     What a later attempt repeats is left out, as with metrics. With `steps`, only media of these.
@@ -295,10 +307,10 @@ def read_media(
     media, limits = tables.media, visible_series_limits(connection, trial_id)
     step, row_id = after
     query = (
-        select(media)
+        sa.select(media)
         .where(
             media.c.trial_id == trial_id,
-            true() if steps is None else media.c.steps_completed.in_(steps),
+            sa.true() if steps is None else media.c.steps_completed.in_(steps),
             media.c.group == group,
             media.c.name == name,
             (media.c.steps_completed > step)
@@ -306,7 +318,7 @@ def read_media(
         )
         .order_by(media.c.steps_completed, media.c.id)
     )
-    found: list[Row[Any]] = []
+    found: list[sa.Row[Any]] = []
     for row in connection.execute(query):
         if is_visible(limits, row.attempt, row.steps_completed):
             found.append(row)
@@ -315,22 +327,22 @@ def read_media(
     return found
 
 
-def media_names(connection: Connection, trial_id: int) -> list[tuple[str, str, str]]:
+def media_names(connection: sa.Connection, trial_id: int) -> list[tuple[str, str, str]]:
     """Return group, name and kind of the visible media of a trial, in order."""
     columns, limits = tables.media.c, visible_series_limits(connection, trial_id)
     named = (columns.group, columns.name, columns.kind, columns.attempt)
-    query = select(*named, func.min(columns.steps_completed).label("first_step"))
+    query = sa.select(*named, sa.func.min(columns.steps_completed).label("first_step"))
     rows = connection.execute(query.where(columns.trial_id == trial_id).group_by(*named))
     shown = (row for row in rows if is_visible(limits, row.attempt, row.first_step))
     return sorted({(row.group, row.name, row.kind) for row in shown})
 
 
 def media_steps(
-    connection: Connection, trial_id: int, group: str | None = None, name: str | None = None
+    connection: sa.Connection, trial_id: int, group: str | None = None, name: str | None = None
 ) -> list[int]:
     """Return the steps at which a trial has visible media, in order; of a group and name alone."""
     columns, limits = tables.media.c, visible_series_limits(connection, trial_id)
-    query = select(columns.steps_completed, columns.attempt).where(columns.trial_id == trial_id)
+    query = sa.select(columns.steps_completed, columns.attempt).where(columns.trial_id == trial_id)
     for column, wanted in ((columns.group, group), (columns.name, name)):
         query = query if wanted is None else query.where(column == wanted)
     rows = connection.execute(query.distinct())

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, case, func, or_, select
+import sqlalchemy as sa
 
 from paceline._base.journal_records import decode_value, encode_float
 from paceline._cluster.master.store import tables
@@ -121,38 +121,38 @@ class Selection:
     after_step: int = -1
     up_to_step: int | None = None
 
-    def series(self) -> ColumnElement[bool]:
+    def series(self) -> sa.ColumnElement[bool]:
         """Return the SQL condition for series possibly holding selected points."""
         series = tables.series.c
-        condition = and_(series.trial_id == self.trial_id, series.group == self.group)
+        condition = sa.and_(series.trial_id == self.trial_id, series.group == self.group)
         if self.key is not None:
-            condition = and_(condition, series.key == self.key)
-        return and_(condition, self.overlaps(series))
+            condition = sa.and_(condition, series.key == self.key)
+        return sa.and_(condition, self.overlaps(series))
 
-    def chunks(self) -> ColumnElement[bool]:
+    def chunks(self) -> sa.ColumnElement[bool]:
         """Return the SQL condition for chunks possibly holding selected points."""
-        ids = select(tables.series.c.id).where(self.series())
-        return and_(tables.chunks.c.series_id.in_(ids), self.overlaps(tables.chunks.c))
+        ids = sa.select(tables.series.c.id).where(self.series())
+        return sa.and_(tables.chunks.c.series_id.in_(ids), self.overlaps(tables.chunks.c))
 
-    def overlaps(self, columns: Any) -> ColumnElement[bool]:
+    def overlaps(self, columns: Any) -> sa.ColumnElement[bool]:
         """Return the SQL condition for a series or chunk possibly holding selected steps."""
-        condition: ColumnElement[bool] = columns.last_step > self.after_step
+        condition: sa.ColumnElement[bool] = columns.last_step > self.after_step
         if self.up_to_step is not None:
-            condition = and_(condition, columns.first_step <= self.up_to_step)
+            condition = sa.and_(condition, columns.first_step <= self.up_to_step)
         return condition
 
 
-def visible_series_limits(connection: Connection, trial_id: int) -> dict[int, int | None]:
+def visible_series_limits(connection: sa.Connection, trial_id: int) -> dict[int, int | None]:
     """Return the last visible step of each attempt; None where nothing is superseded."""
     return _limits_of_trials(connection, [trial_id]).get(trial_id, {})
 
 
 def _limits_of_trials(
-    connection: Connection, trial_ids: Iterable[int]
+    connection: sa.Connection, trial_ids: Iterable[int]
 ) -> dict[int, dict[int, int | None]]:
     attempts = tables.attempts.c
     query = (
-        select(attempts.trial_id, attempts.number, attempts.resumed_steps)
+        sa.select(attempts.trial_id, attempts.number, attempts.resumed_steps)
         .where(attempts.trial_id.in_(many_ids()), attempts.started_at.is_not(None))
         .order_by(attempts.trial_id, attempts.number.desc())
     )
@@ -172,7 +172,7 @@ def is_visible(limits: Mapping[int, int | None], attempt: int, step: int) -> boo
 
 
 def visible_series_pieces(
-    connection: Connection, selection: Selection
+    connection: sa.Connection, selection: Selection
 ) -> Iterator[tuple[int, list[SeriesPiece]]]:
     """Yield (first step, pieces from there on) in order of the first steps.
 
@@ -205,7 +205,7 @@ def visible_series_pieces(
 
 
 def load_series_points(
-    connection: Connection, pieces: Iterable[SeriesPiece]
+    connection: sa.Connection, pieces: Iterable[SeriesPiece]
 ) -> list[tuple[SeriesPiece, Points]]:
     """Return the wanted points of pieces."""
     tails: dict[int, SeriesPiece] = {}
@@ -222,18 +222,18 @@ def load_series_points(
 
 def _series_query(selection: Selection) -> Any:
     series = tables.series.c
-    has_chunks = series.num_points * POINT_BYTES > func.length(series.steps)
-    chunked_steps = case((has_chunks, series.steps), else_=None).label("chunked_steps")
+    has_chunks = series.num_points * POINT_BYTES > sa.func.length(series.steps)
+    chunked_steps = sa.case((has_chunks, series.steps), else_=None).label("chunked_steps")
     columns = (series.id, series.attempt, series.key, series.first_step, chunked_steps)
-    return select(*columns).where(selection.series())
+    return sa.select(*columns).where(selection.series())
 
 
 def _series_pieces_of_chunks(
-    connection: Connection, selection: Selection, series: dict[int, SeriesPiece]
+    connection: sa.Connection, selection: Selection, series: dict[int, SeriesPiece]
 ) -> Iterator[SeriesPiece]:
     chunks = tables.chunks.c
     query = (
-        select(chunks.id, chunks.series_id, chunks.first_step)
+        sa.select(chunks.id, chunks.series_id, chunks.first_step)
         .where(selection.chunks())
         .order_by(chunks.first_step, chunks.id)
         .limit(_CHUNKS_PER_QUERY)
@@ -251,21 +251,21 @@ def _series_pieces_of_chunks(
         if len(rows) < _CHUNKS_PER_QUERY:
             return
         last = rows[-1]
-        beyond = or_(
+        beyond = sa.or_(
             chunks.first_step > last.first_step,
-            and_(chunks.first_step == last.first_step, chunks.id > last.id),
+            sa.and_(chunks.first_step == last.first_step, chunks.id > last.id),
         )
         rows = connection.execute(query.where(beyond)).all()
 
 
 def _load_series(
-    connection: Connection, table: Any, pieces: dict[int, SeriesPiece]
+    connection: sa.Connection, table: Any, pieces: dict[int, SeriesPiece]
 ) -> list[tuple[SeriesPiece, Points]]:
     loaded = []
     ids = list(pieces)
     columns = table.c
     for start in range(0, len(ids), _ROWS_PER_LOAD):
-        query = select(
+        query = sa.select(
             columns.id, columns.kind, columns.steps, columns.times, columns.value_bytes
         ).where(columns.id.in_(many_ids()))
         wanted = ids_parameter(ids[start : start + _ROWS_PER_LOAD])
@@ -325,7 +325,7 @@ class Curve:
 
 
 def read_curve(
-    connection: Connection, selection: Selection, *, x: str = "batches"
+    connection: sa.Connection, selection: Selection, *, x: str = "batches"
 ) -> tuple[Curve, int]:
     """Return the visible points of a single series, and the newest step.
 
@@ -339,7 +339,7 @@ def read_curve(
 
 
 def read_curves(
-    connection: Connection, trial_ids: Sequence[int], selection: Selection, *, x: str = "batches"
+    connection: sa.Connection, trial_ids: Sequence[int], selection: Selection, *, x: str = "batches"
 ) -> Iterator[tuple[Curve, int]]:
     """Yield a metric's points and newest step of each trial, like `read_curve`.
 
@@ -433,7 +433,7 @@ def _sampler() -> Any:
 
 
 def _read_series_arrays(
-    connection: Connection,
+    connection: sa.Connection,
     trial_ids: Sequence[int],
     selection: Selection,
     *,
@@ -442,7 +442,7 @@ def _read_series_arrays(
     """Yield steps, values and times (else no numbers) of each trial, each step once, in order."""
     series = tables.series.c
     query = (
-        select(series.id, series.trial_id, series.attempt, series.num_points)
+        sa.select(series.id, series.trial_id, series.attempt, series.num_points)
         .where(
             series.trial_id.in_(many_ids()),
             series.group == selection.group,
@@ -479,12 +479,12 @@ def _bounded_batches(
 
 
 def _load_arrays(
-    connection: Connection, ids: list[int], selection: Selection, columns: list[str]
+    connection: sa.Connection, ids: list[int], selection: Selection, columns: list[str]
 ) -> "dict[int, list[_Arrays]]":
     """Return the chunks and then the tail of each series, decoded."""
     pieces: dict[int, list[_Arrays]] = {}
     for table, key in ((tables.chunks, "series_id"), (tables.series, "id")):
-        query = select(table.c.id, table.c[key], *[table.c[name] for name in columns]).where(
+        query = sa.select(table.c.id, table.c[key], *[table.c[name] for name in columns]).where(
             table.c[key].in_(many_ids()), selection.overlaps(table.c)
         )
         # SQLite would copy the points to sort them.

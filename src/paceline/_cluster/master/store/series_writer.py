@@ -3,7 +3,7 @@
 from operator import add
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, insert, select, update
+import sqlalchemy as sa
 
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_summaries import (
@@ -28,17 +28,17 @@ NO_AXES = XAxes(group="")
 _CHUNK_POINTS = 1024
 # Made once: for each report they cost more to make than to run.
 _series = tables.series.c
-_OF_KEYS = select(tables.series).where(
-    _series.trial_id == bindparam("of_trial"),
-    _series.attempt == bindparam("of_attempt"),
-    _series.group == bindparam("of_group"),
+_OF_KEYS = sa.select(tables.series).where(
+    _series.trial_id == sa.bindparam("of_trial"),
+    _series.attempt == sa.bindparam("of_attempt"),
+    _series.group == sa.bindparam("of_group"),
     _series.key.in_(many_ids()),
 )
-_CHANGE = update(tables.series).where(_series.id == bindparam("row_id"))
+_CHANGE = sa.update(tables.series).where(_series.id == sa.bindparam("row_id"))
 
 
 def store_columns(
-    connection: Connection, trial_id: int, attempt: int, columns: dict[tuple[str, str], Points]
+    connection: sa.Connection, trial_id: int, attempt: int, columns: dict[tuple[str, str], Points]
 ) -> None:
     """Append points to an attempt's series, by (group, key)."""
     groups: dict[str, list[str]] = {}
@@ -68,13 +68,13 @@ def store_columns(
             updates.append({"row_id": row.id, **changed})
             full += chunks
     if inserts:
-        connection.execute(insert(tables.series), inserts)
+        connection.execute(sa.insert(tables.series), inserts)
     if long:
         full += _first_series_chunks(connection, trial_id, attempt, long)
     if updates:
         connection.execute(_CHANGE, updates)
     if full:
-        connection.execute(insert(tables.chunks), full)
+        connection.execute(sa.insert(tables.chunks), full)
 
 
 def _new_series_tail(points: Points, summary: Summary) -> dict[str, Any]:
@@ -91,11 +91,11 @@ def _new_series_tail(points: Points, summary: Summary) -> dict[str, Any]:
 
 
 def _first_series_chunks(
-    connection: Connection, trial_id: int, attempt: int, long: dict[tuple[str, str], Points]
+    connection: sa.Connection, trial_id: int, attempt: int, long: dict[tuple[str, str], Points]
 ) -> list[dict[str, Any]]:
     """Return the chunks of new series too long for a tail."""
     series = tables.series.c
-    query = select(series.id, series.group, series.key).where(
+    query = sa.select(series.id, series.group, series.key).where(
         series.trial_id == trial_id, series.attempt == attempt
     )
     return [
@@ -107,7 +107,7 @@ def _first_series_chunks(
 
 
 def _extended_series_tail(
-    row: Row[Any], points: Points
+    row: sa.Row[Any], points: Points
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the changed columns of the series, and the chunks made from a full tail."""
     summary = stored_summary(row)

@@ -10,29 +10,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
+import sqlalchemy as sa
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from numpy.typing import NDArray
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    Boolean,
-    Column,
-    Connection,
-    Engine,
-    Float,
-    ForeignKey,
-    Integer,
-    NullPool,
-    String,
-    Text,
-    create_engine,
-    false,
-    insert,
-    inspect,
-    select,
-    text,
-)
 from sqlalchemy.exc import DatabaseError
 
 from paceline._base.files import regular_opener, sync_directory
@@ -51,7 +32,7 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
 
 
 @contextmanager
-def open_read_only(path: Path) -> Iterator[Connection]:
+def open_read_only(path: Path) -> Iterator[sa.Connection]:
     """Open a read-only connection to a database without a `Database` object.
 
     Raises:
@@ -67,8 +48,10 @@ def open_read_only(path: Path) -> Iterator[Connection]:
         engine.dispose()
 
 
-def _reader(path: Path) -> Engine:
-    return create_engine("sqlite://", creator=lambda: connect_to_read(path), poolclass=NullPool)
+def _reader(path: Path) -> sa.Engine:
+    return sa.create_engine(
+        "sqlite://", creator=lambda: connect_to_read(path), poolclass=sa.NullPool
+    )
 
 
 def copy_database(source: Path, target: Path) -> None:
@@ -262,7 +245,7 @@ def read_known_files(path: Path) -> KnownFiles:
     with open_read_only(path) as connection:
         if path.stat().st_size <= _MAX_CHECKED_BYTES:
             _check_pages(connection)
-        if not inspect(connection).get_table_names():
+        if not sa.inspect(connection).get_table_names():
             return KnownFiles()
         return KnownFiles(
             newest_experiment=new_id(connection, tables.experiments) - 1,
@@ -275,22 +258,22 @@ def read_known_files(path: Path) -> KnownFiles:
 def note_contexts(transaction: Transaction, *digests: str) -> None:
     """Record the digests of uploads; call this before a file is written."""
     for digest in digests:
-        row = insert(tables.meta).prefix_with("OR IGNORE")
+        row = sa.insert(tables.meta).prefix_with("OR IGNORE")
         transaction.connection.execute(row.values(key=_CONTEXT + digest, value="1"))
     # After a power cut the file may be there, and a database that does not know it is refused.
     transaction.force()
 
 
-def _check_pages(connection: Connection) -> None:
-    problem = connection.execute(text("PRAGMA quick_check(1)")).scalar()
+def _check_pages(connection: sa.Connection) -> None:
+    problem = connection.execute(sa.text("PRAGMA quick_check(1)")).scalar()
     if problem != "ok":
         raise sqlite3.DatabaseError(" ".join(str(problem).split()))
 
 
-def _known_contexts(connection: Connection) -> frozenset[str]:
-    keys = select(tables.meta.c.key).where(tables.meta.c.key.startswith(_CONTEXT))
+def _known_contexts(connection: sa.Connection) -> frozenset[str]:
+    keys = sa.select(tables.meta.c.key).where(tables.meta.c.key.startswith(_CONTEXT))
     noted = {key.removeprefix(_CONTEXT) for key in connection.execute(keys).scalars()}
-    used = connection.execute(select(tables.experiments.c.context_digest)).scalars()
+    used = connection.execute(sa.select(tables.experiments.c.context_digest)).scalars()
     return frozenset(noted | {digest for digest in used if digest is not None})
 
 
@@ -301,43 +284,43 @@ def _known_contexts(connection: Connection) -> frozenset[str]:
 def _add_files_media_and_documents(operations: Operations) -> None:
     operations.create_table(
         "run_files",
-        Column("trial_id", Integer, ForeignKey("trials.id"), primary_key=True),
-        Column("path", String, primary_key=True),
-        Column("experiment_id", BigInteger, nullable=False),
-        Column("digest", String, nullable=False),
-        Column("size", BigInteger, nullable=False),
-        Column("media_type", String, nullable=False),
-        Column("created_at", Float, nullable=False),
+        sa.Column("trial_id", sa.Integer, sa.ForeignKey("trials.id"), primary_key=True),
+        sa.Column("path", sa.String, primary_key=True),
+        sa.Column("experiment_id", sa.BigInteger, nullable=False),
+        sa.Column("digest", sa.String, nullable=False),
+        sa.Column("size", sa.BigInteger, nullable=False),
+        sa.Column("media_type", sa.String, nullable=False),
+        sa.Column("created_at", sa.Float, nullable=False),
         sqlite_with_rowid=False,
     )
     operations.create_index("ix_run_files_digest", "run_files", ["digest"])
     operations.create_index("ix_run_files_experiment", "run_files", ["experiment_id"])
     operations.create_table(
         "media",
-        Column("id", Integer, primary_key=True, autoincrement=True),
-        Column("trial_id", Integer, ForeignKey("trials.id"), nullable=False),
-        Column("experiment_id", BigInteger, nullable=False),
-        Column("attempt", Integer, nullable=False),
-        Column("group", String, nullable=False),
-        Column("name", String, nullable=False),
-        Column("kind", String, nullable=False),
-        Column("steps_completed", BigInteger, nullable=False),
-        Column("time", Float, nullable=False),
-        Column("files", JSON, nullable=False),
-        Column("value", Text),
+        sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+        sa.Column("trial_id", sa.Integer, sa.ForeignKey("trials.id"), nullable=False),
+        sa.Column("experiment_id", sa.BigInteger, nullable=False),
+        sa.Column("attempt", sa.Integer, nullable=False),
+        sa.Column("group", sa.String, nullable=False),
+        sa.Column("name", sa.String, nullable=False),
+        sa.Column("kind", sa.String, nullable=False),
+        sa.Column("steps_completed", sa.BigInteger, nullable=False),
+        sa.Column("time", sa.Float, nullable=False),
+        sa.Column("files", sa.JSON, nullable=False),
+        sa.Column("value", sa.Text),
     )
     places = ["trial_id", "group", "name", "steps_completed", "id"]
     operations.create_index("ix_media_trial", "media", places)
     operations.create_index("ix_media_experiment", "media", ["experiment_id"])
     operations.create_table(
         "documents",
-        Column("kind", String, primary_key=True),
-        Column("parent", String, primary_key=True),
-        Column("name", String, primary_key=True),
-        Column("content", JSON, nullable=False),
-        Column("created_at", Float, nullable=False),
-        Column("changed_at", Float, nullable=False),
-        Column("experiment_id", BigInteger),
+        sa.Column("kind", sa.String, primary_key=True),
+        sa.Column("parent", sa.String, primary_key=True),
+        sa.Column("name", sa.String, primary_key=True),
+        sa.Column("content", sa.JSON, nullable=False),
+        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Column("changed_at", sa.Float, nullable=False),
+        sa.Column("experiment_id", sa.BigInteger),
         sqlite_with_rowid=False,
     )
     operations.create_index("ix_documents_experiment", "documents", ["experiment_id"])
@@ -349,57 +332,59 @@ def _add_backfill_and_waiting_trials(operations: Operations) -> None:
         ("pools", "backfill"),
         ("trials", "is_waiting"),
     ):
-        operations.add_column(table, Column(name, Boolean, nullable=False, server_default=false()))
+        operations.add_column(
+            table, sa.Column(name, sa.Boolean, nullable=False, server_default=sa.false())
+        )
 
 
 def _add_views(operations: Operations) -> None:
     operations.create_table(
         "views",
-        Column("id", Integer, primary_key=True, autoincrement=True),
-        Column("owner", String, nullable=False),
-        Column("name", String, nullable=False),
-        Column("search", Text, nullable=False),
-        Column("is_default", Boolean, nullable=False),
-        Column("version", Integer, nullable=False),
-        Column("changed_at", Float, nullable=False),
+        sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+        sa.Column("owner", sa.String, nullable=False),
+        sa.Column("name", sa.String, nullable=False),
+        sa.Column("search", sa.Text, nullable=False),
+        sa.Column("is_default", sa.Boolean, nullable=False),
+        sa.Column("version", sa.Integer, nullable=False),
+        sa.Column("changed_at", sa.Float, nullable=False),
         sqlite_autoincrement=True,
     )
 
 
 def _add_users_and_projects(operations: Operations) -> None:
     for name, default in (("is_admin", "0"), ("is_active", "1"), ("is_service", "0")):
-        column = Column(name, Boolean, nullable=False, server_default=text(default))
+        column = sa.Column(name, sa.Boolean, nullable=False, server_default=sa.text(default))
         operations.add_column("users", column)
     operations.create_table(
         "projects",
-        Column("id", Integer, primary_key=True, autoincrement=True),
-        Column("name", String, nullable=False, unique=True),
-        Column("created_at", Float, nullable=False),
+        sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+        sa.Column("name", sa.String, nullable=False, unique=True),
+        sa.Column("created_at", sa.Float, nullable=False),
     )
     operations.create_table(
         "members",
-        Column("project_id", BigInteger, primary_key=True, autoincrement=False),
-        Column("user", String, primary_key=True),
-        Column("role", String, nullable=False),
+        sa.Column("project_id", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("user", sa.String, primary_key=True),
+        sa.Column("role", sa.String, nullable=False),
     )
     operations.create_table(
         "audit",
-        Column("id", Integer, primary_key=True, autoincrement=True),
-        Column("time", Float, nullable=False),
-        Column("user", String, nullable=False),
-        Column("token", String),
-        Column("action", String, nullable=False),
-        Column("objects", JSON, nullable=False),
-        Column("status", Integer, nullable=False),
+        sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+        sa.Column("time", sa.Float, nullable=False),
+        sa.Column("user", sa.String, nullable=False),
+        sa.Column("token", sa.String),
+        sa.Column("action", sa.String, nullable=False),
+        sa.Column("objects", sa.JSON, nullable=False),
+        sa.Column("status", sa.Integer, nullable=False),
     )
     # What was there belongs to the only user of before.
     for table in ("experiments", "documents"):
         if table == "experiments":
-            owner = Column("owner", String, nullable=False, server_default="admin")
+            owner = sa.Column("owner", sa.String, nullable=False, server_default="admin")
             operations.add_column(table, owner)
-        project = Column("project_id", BigInteger, nullable=False, server_default="1")
+        project = sa.Column("project_id", sa.BigInteger, nullable=False, server_default="1")
         operations.add_column(table, project)
-    user = Column("user", String, nullable=False, server_default="admin")
+    user = sa.Column("user", sa.String, nullable=False, server_default="admin")
     operations.add_column("tokens", user)
     columns = ["project_id", "state", "is_archived"]
     operations.create_index("ix_experiments_project", "experiments", columns)
@@ -417,13 +402,13 @@ def _add_users_and_projects(operations: Operations) -> None:
 def _add_usage(operations: Operations) -> None:
     operations.create_table(
         "usage",
-        Column("month", String, primary_key=True),
-        Column("user", String, primary_key=True),
-        Column("project_id", BigInteger, primary_key=True, autoincrement=False),
-        Column("pool", String, primary_key=True),
-        Column("slot_s", Float, nullable=False),
-        Column("wait_s", Float, nullable=False),
-        Column("num_trials", BigInteger, nullable=False),
+        sa.Column("month", sa.String, primary_key=True),
+        sa.Column("user", sa.String, primary_key=True),
+        sa.Column("project_id", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("pool", sa.String, primary_key=True),
+        sa.Column("slot_s", sa.Float, nullable=False),
+        sa.Column("wait_s", sa.Float, nullable=False),
+        sa.Column("num_trials", sa.BigInteger, nullable=False),
         sqlite_with_rowid=False,
     )
 
@@ -431,62 +416,62 @@ def _add_usage(operations: Operations) -> None:
 def _add_quotas_and_reservations(operations: Operations) -> None:
     operations.create_table(
         "quotas",
-        Column("user", String, primary_key=True),
-        Column("project_id", BigInteger, primary_key=True, autoincrement=False),
-        Column("weight", Float, nullable=False),
-        Column("max_slots", Integer),
-        Column("slot_hours", Float),
-        Column("checkpoint_bytes", BigInteger),
-        Column("revision", Integer, nullable=False),
+        sa.Column("user", sa.String, primary_key=True),
+        sa.Column("project_id", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("weight", sa.Float, nullable=False),
+        sa.Column("max_slots", sa.Integer),
+        sa.Column("slot_hours", sa.Float),
+        sa.Column("checkpoint_bytes", sa.BigInteger),
+        sa.Column("revision", sa.Integer, nullable=False),
     )
     operations.create_table(
         "slot_use",
-        Column("month", String, primary_key=True),
-        Column("user", String, primary_key=True),
-        Column("project_id", BigInteger, primary_key=True, autoincrement=False),
-        Column("pool", String, primary_key=True),
-        Column("slot_s", Float, nullable=False),
-        Column("recent_s", Float, nullable=False),
-        Column("at", Float, nullable=False),
+        sa.Column("month", sa.String, primary_key=True),
+        sa.Column("user", sa.String, primary_key=True),
+        sa.Column("project_id", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("pool", sa.String, primary_key=True),
+        sa.Column("slot_s", sa.Float, nullable=False),
+        sa.Column("recent_s", sa.Float, nullable=False),
+        sa.Column("at", sa.Float, nullable=False),
         sqlite_with_rowid=False,
     )
     operations.create_table(
         "reservations",
-        Column("id", Integer, primary_key=True, autoincrement=True),
-        Column("node", String, nullable=False),
-        Column("user", String, nullable=False),
-        Column("begins_at", Float, nullable=False),
-        Column("ends_at", Float, nullable=False),
+        sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+        sa.Column("node", sa.String, nullable=False),
+        sa.Column("user", sa.String, nullable=False),
+        sa.Column("begins_at", sa.Float, nullable=False),
+        sa.Column("ends_at", sa.Float, nullable=False),
         sqlite_autoincrement=True,
     )
-    operations.add_column("pools", Column("half_life_hours", Float))
+    operations.add_column("pools", sa.Column("half_life_hours", sa.Float))
 
 
 def _add_groups_and_rules_of_pools(operations: Operations) -> None:
     for name in ("silent_after_s", "unused_after_s", "pause_after_s"):
-        operations.add_column("pools", Column(name, Float))
-    operations.add_column("pools", Column("best_priority", Integer))
-    operations.add_column("pools", Column("open_to", JSON))
-    own = Column("own_runners", Boolean, nullable=False, server_default=false())
+        operations.add_column("pools", sa.Column(name, sa.Float))
+    operations.add_column("pools", sa.Column("best_priority", sa.Integer))
+    operations.add_column("pools", sa.Column("open_to", sa.JSON))
+    own = sa.Column("own_runners", sa.Boolean, nullable=False, server_default=sa.false())
     operations.add_column("pools", own)
-    operations.add_column("users", Column("member_of", String))
+    operations.add_column("users", sa.Column("member_of", sa.String))
     # Made anew, with the columns that are watched since.
     operations.execute("DROP TRIGGER IF EXISTS recorded_users")
-    operations.add_column("attempts", Column("log_hits", JSON))
+    operations.add_column("attempts", sa.Column("log_hits", sa.JSON))
     operations.create_index(
-        "ix_attempts_hits", "attempts", ["trial_id"], sqlite_where=text("log_hits IS NOT NULL")
+        "ix_attempts_hits", "attempts", ["trial_id"], sqlite_where=sa.text("log_hits IS NOT NULL")
     )
 
 
 def _add_oidc(operations: Operations) -> None:
     for name in ("oidc_issuer", "oidc_subject"):
-        operations.add_column("users", Column(name, String))
+        operations.add_column("users", sa.Column(name, sa.String))
     # Made anew, with the columns that are watched since.
     operations.execute("DROP TRIGGER IF EXISTS recorded_users")
 
 
 def _add_interactive_hours(operations: Operations) -> None:
-    operations.add_column("pools", Column("interactive_first", String))
+    operations.add_column("pools", sa.Column("interactive_first", sa.String))
 
 
 _ADD_FILE = (
@@ -497,7 +482,7 @@ _ADD_FILE = (
 
 
 def _add_gpu_hours_lost_work_and_quotas_of_media(operations: Operations) -> None:
-    operations.add_column("quotas", Column("media_bytes", BigInteger))
+    operations.add_column("quotas", sa.Column("media_bytes", sa.BigInteger))
     # Made anew, with the columns that are watched since.
     operations.execute("DROP TRIGGER IF EXISTS recorded_quotas")
     added, removed = (
@@ -521,10 +506,12 @@ def _add_gpu_hours_lost_work_and_quotas_of_media(operations: Operations) -> None
             f"INSERT INTO counts SELECT 'run_files', {experiment}, '', count(*), sum(size)"  # noqa: S608
             " FROM run_files WHERE true GROUP BY 2"
         )
-    operations.add_column("attempts", Column("num_gpus", Integer))
-    operations.add_column("attempts", Column("spent", JSON))
+    operations.add_column("attempts", sa.Column("num_gpus", sa.Integer))
+    operations.add_column("attempts", sa.Column("spent", sa.JSON))
     for name in ("gpu_s", "training_s", "lost_s", "known_s"):
-        operations.add_column("usage", Column(name, Float, nullable=False, server_default="0"))
+        operations.add_column(
+            "usage", sa.Column(name, sa.Float, nullable=False, server_default="0")
+        )
 
 
 STEPS: tuple[Callable[[Operations], None], ...] = (
@@ -552,7 +539,7 @@ def back_up_before_upgrade(path: Path, version: int) -> Path:
     return copy
 
 
-def upgrade(connection: Connection, version: int) -> None:
+def upgrade(connection: sa.Connection, version: int) -> None:
     """Upgrade the tables of a database from a known, earlier version to the current version."""
     operations = Operations(MigrationContext.configure(connection))
     for step in STEPS[version - FIRST_SCHEMA_VERSION :]:

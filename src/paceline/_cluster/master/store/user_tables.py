@@ -1,174 +1,161 @@
 """Tables of users, projects and their shares, and the metadata of all tables."""
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    Boolean,
-    Column,
-    Float,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    Text,
-    false,
-    true,
-)
+import sqlalchemy as sa
 
 from paceline._cluster.master.store.reach import FIRST_USER, current_user
 
-metadata = MetaData()
+metadata = sa.MetaData()
 # SQLite numbers rows by itself only for a plain INTEGER key.
-Id = BigInteger().with_variant(Integer, "sqlite")
+Id = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 # An empty hash stands for no password. A removed user stays, as the owner of experiments.
-users = Table(
+users = sa.Table(
     "users",
     metadata,
-    Column("name", String, primary_key=True),
-    Column("password_hash", String, nullable=False),
-    Column("changed_at", Float, nullable=False),
-    Column("is_admin", Boolean, nullable=False, default=False, server_default=false()),
-    Column("is_active", Boolean, nullable=False, default=True, server_default=true()),
-    Column("is_service", Boolean, nullable=False, default=False, server_default=false()),
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("password_hash", sa.String, nullable=False),
+    sa.Column("changed_at", sa.Float, nullable=False),
+    sa.Column("is_admin", sa.Boolean, nullable=False, default=False, server_default=sa.false()),
+    sa.Column("is_active", sa.Boolean, nullable=False, default=True, server_default=sa.true()),
+    sa.Column("is_service", sa.Boolean, nullable=False, default=False, server_default=sa.false()),
     # The group, if any. In other tables, `@NAME` in place of a user is a group.
-    Column("member_of", String),
+    sa.Column("member_of", sa.String),
     # The person at a provider of OpenID Connect; as the subject `*`, the first one of the name.
-    Column("oidc_issuer", String),
-    Column("oidc_subject", String),
+    sa.Column("oidc_issuer", sa.String),
+    sa.Column("oidc_subject", sa.String),
 )
 
-projects = Table(
+projects = sa.Table(
     "projects",
     metadata,
-    Column("id", Id, primary_key=True, autoincrement=True),
-    Column("name", String, nullable=False, unique=True),
-    Column("created_at", Float, nullable=False),
+    sa.Column("id", Id, primary_key=True, autoincrement=True),
+    sa.Column("name", sa.String, nullable=False, unique=True),
+    sa.Column("created_at", sa.Float, nullable=False),
 )
 
-members = Table(
+members = sa.Table(
     "members",
     metadata,
-    Column("project_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("user", String, primary_key=True),
-    Column("role", String, nullable=False),
+    sa.Column("project_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("user", sa.String, primary_key=True),
+    sa.Column("role", sa.String, nullable=False),
 )
 
 # Who changed what. Triggers refuse to change or to delete a row.
-audit = Table(
+audit = sa.Table(
     "audit",
     metadata,
-    Column("id", Id, primary_key=True, autoincrement=True),
-    Column("time", Float, nullable=False),
-    Column("user", String, nullable=False),
+    sa.Column("id", Id, primary_key=True, autoincrement=True),
+    sa.Column("time", sa.Float, nullable=False),
+    sa.Column("user", sa.String, nullable=False),
     # The name of the token, null for a browser.
-    Column("token", String),
-    Column("action", String, nullable=False),
-    Column("objects", JSON, nullable=False),
-    Column("status", Integer, nullable=False),
+    sa.Column("token", sa.String),
+    sa.Column("action", sa.String, nullable=False),
+    sa.Column("objects", sa.JSON, nullable=False),
+    sa.Column("status", sa.Integer, nullable=False),
 )
 
 # Sign-ins of browsers. Only a digest is kept, so no reader of the database can sign in with it.
-sign_ins = Table(
+sign_ins = sa.Table(
     "sign_ins",
     metadata,
-    Column("digest", String, primary_key=True),
-    Column("user", String, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("expires_at", Float, nullable=False),
+    sa.Column("digest", sa.String, primary_key=True),
+    sa.Column("user", sa.String, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("expires_at", sa.Float, nullable=False),
 )
 
 # Tokens of programs; as with sign-ins, only digests are kept. One of the scope `runner` may be for
 # one node, or for one pool.
-tokens = Table(
+tokens = sa.Table(
     "tokens",
     metadata,
-    Column("id", Id, primary_key=True, autoincrement=True),
-    Column("name", String, nullable=False),
-    Column("scope", String, nullable=False),
-    Column("digest", String, nullable=False, unique=True),
-    Column("created_at", Float, nullable=False),
-    Column("expires_at", Float),
-    Column("revoked_at", Float),
-    Column("node", String),
-    Column("pool", String),
-    Column("user", String, nullable=False, default=current_user, server_default=FIRST_USER),
+    sa.Column("id", Id, primary_key=True, autoincrement=True),
+    sa.Column("name", sa.String, nullable=False),
+    sa.Column("scope", sa.String, nullable=False),
+    sa.Column("digest", sa.String, nullable=False, unique=True),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("expires_at", sa.Float),
+    sa.Column("revoked_at", sa.Float),
+    sa.Column("node", sa.String),
+    sa.Column("pool", sa.String),
+    sa.Column("user", sa.String, nullable=False, default=current_user, server_default=FIRST_USER),
 )
 # Saved views of comparisons: `search` is what their address has after the `?`.
-views = Table(
+views = sa.Table(
     "views",
     metadata,
-    Column("id", Id, primary_key=True, autoincrement=True),
-    Column("owner", String, nullable=False),
-    Column("name", String, nullable=False),
-    Column("search", Text, nullable=False),
-    Column("is_default", Boolean, nullable=False),
-    Column("version", Integer, nullable=False),
-    Column("changed_at", Float, nullable=False),
+    sa.Column("id", Id, primary_key=True, autoincrement=True),
+    sa.Column("owner", sa.String, nullable=False),
+    sa.Column("name", sa.String, nullable=False),
+    sa.Column("search", sa.Text, nullable=False),
+    sa.Column("is_default", sa.Boolean, nullable=False),
+    sa.Column("version", sa.Integer, nullable=False),
+    sa.Column("changed_at", sa.Float, nullable=False),
     # Ids stand in links.
     sqlite_autoincrement=True,
 )
 
 # What deleted experiments have used; see `quotas.py`. Months are of UTC.
-usage = Table(
+usage = sa.Table(
     "usage",
     metadata,
-    Column("month", String, primary_key=True),
-    Column("user", String, primary_key=True),
-    Column("project_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("pool", String, primary_key=True),
-    Column("slot_s", Float, nullable=False),
-    Column("wait_s", Float, nullable=False),
-    Column("num_trials", BigInteger, nullable=False),
+    sa.Column("month", sa.String, primary_key=True),
+    sa.Column("user", sa.String, primary_key=True),
+    sa.Column("project_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("pool", sa.String, primary_key=True),
+    sa.Column("slot_s", sa.Float, nullable=False),
+    sa.Column("wait_s", sa.Float, nullable=False),
+    sa.Column("num_trials", sa.BigInteger, nullable=False),
     # Of slots that are GPUs; of steps that were kept and that were lost; and of attempts for which
     # these two are known.
-    Column("gpu_s", Float, nullable=False, default=0.0, server_default="0"),
-    Column("training_s", Float, nullable=False, default=0.0, server_default="0"),
-    Column("lost_s", Float, nullable=False, default=0.0, server_default="0"),
-    Column("known_s", Float, nullable=False, default=0.0, server_default="0"),
+    sa.Column("gpu_s", sa.Float, nullable=False, default=0.0, server_default="0"),
+    sa.Column("training_s", sa.Float, nullable=False, default=0.0, server_default="0"),
+    sa.Column("lost_s", sa.Float, nullable=False, default=0.0, server_default="0"),
+    sa.Column("known_s", sa.Float, nullable=False, default=0.0, server_default="0"),
     sqlite_with_rowid=False,
 )
 
 # Shares and limits of a user, or of a project if `user` is empty; `project_id` is 0 for a user.
-quotas = Table(
+quotas = sa.Table(
     "quotas",
     metadata,
-    Column("user", String, primary_key=True),
-    Column("project_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("weight", Float, nullable=False),
-    Column("max_slots", Integer),
+    sa.Column("user", sa.String, primary_key=True),
+    sa.Column("project_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("weight", sa.Float, nullable=False),
+    sa.Column("max_slots", sa.Integer),
     # In each month of UTC.
-    Column("slot_hours", Float),
-    Column("checkpoint_bytes", BigInteger),
-    Column("revision", Integer, nullable=False),
+    sa.Column("slot_hours", sa.Float),
+    sa.Column("checkpoint_bytes", sa.BigInteger),
+    sa.Column("revision", sa.Integer, nullable=False),
     # Of media and other files of trials.
-    Column("media_bytes", BigInteger),
+    sa.Column("media_bytes", sa.BigInteger),
 )
 
 # Slot seconds of attempts that have ended in a month: all of them, and what is left of them at the
 # time `at` if past use fades; see `quotas.py`.
-slot_use = Table(
+slot_use = sa.Table(
     "slot_use",
     metadata,
-    Column("month", String, primary_key=True),
-    Column("user", String, primary_key=True),
-    Column("project_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("pool", String, primary_key=True),
-    Column("slot_s", Float, nullable=False),
-    Column("recent_s", Float, nullable=False),
-    Column("at", Float, nullable=False),
+    sa.Column("month", sa.String, primary_key=True),
+    sa.Column("user", sa.String, primary_key=True),
+    sa.Column("project_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("pool", sa.String, primary_key=True),
+    sa.Column("slot_s", sa.Float, nullable=False),
+    sa.Column("recent_s", sa.Float, nullable=False),
+    sa.Column("at", sa.Float, nullable=False),
     sqlite_with_rowid=False,
 )
 
 # Nodes, by name, that run trials of one user only for a time in seconds since the epoch.
-reservations = Table(
+reservations = sa.Table(
     "reservations",
     metadata,
-    Column("id", Id, primary_key=True, autoincrement=True),
-    Column("node", String, nullable=False),
-    Column("user", String, nullable=False),
-    Column("begins_at", Float, nullable=False),
-    Column("ends_at", Float, nullable=False),
+    sa.Column("id", Id, primary_key=True, autoincrement=True),
+    sa.Column("node", sa.String, nullable=False),
+    sa.Column("user", sa.String, nullable=False),
+    sa.Column("begins_at", sa.Float, nullable=False),
+    sa.Column("ends_at", sa.Float, nullable=False),
     sqlite_autoincrement=True,
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf, nan
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection
+import sqlalchemy as sa
 from starlette.routing import compile_path
 
 from paceline._cluster.master.api.access_guard import AccessIdentity
@@ -194,7 +194,7 @@ class Call:
 
     given: Fields
     identity: AccessIdentity
-    connection: Connection
+    connection: sa.Connection
     transaction: Transaction | None
     runs: LoggedRuns
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from sqlalchemy import Connection, func, select
+import sqlalchemy as sa
 
 from paceline._cluster.master.experiments.logged_runs import (
     change_document,
@@ -13,16 +13,7 @@ from paceline._cluster.master.experiments.logged_runs import (
     list_documents,
 )
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.trackers.mlflow_calls import (
-    Call,
-    MlflowError,
-    absent,
-    endpoint,
-    invalid,
-    missing,
-    page_of,
-    tag_list,
-)
+from paceline._cluster.master.trackers import mlflow_calls
 from paceline._cluster.master.trackers.mlflow_filter import (
     TAG,
     SearchableNames,
@@ -52,7 +43,7 @@ def now_ms() -> int:
     return int(time.time() * 1000)
 
 
-def read_experiment(connection: Connection, experiment_id: str) -> Content:
+def read_experiment(connection: sa.Connection, experiment_id: str) -> Content:
     """Return the content of an experiment.
 
     Raises:
@@ -63,7 +54,7 @@ def read_experiment(connection: Connection, experiment_id: str) -> Content:
         return found
     if experiment_id == _DEFAULT_ID:
         return _new_content(_DEFAULT_ID, "Default", created=0)
-    raise missing(f"No Experiment with id={experiment_id[:200]} exists")
+    raise mlflow_calls.missing(f"No Experiment with id={experiment_id[:200]} exists")
 
 
 def path_below(location: str, *parts: str) -> str:
@@ -81,7 +72,9 @@ def check_active(kind: str, name: str, stage: str) -> None:
         MlflowError: It was.
     """
     if stage != ACTIVE:
-        raise invalid(f"The {kind} {name} must be in the 'active' state. Current state is {stage}.")
+        raise mlflow_calls.invalid(
+            f"The {kind} {name} must be in the 'active' state. Current state is {stage}."
+        )
 
 
 def is_wanted(view: str | None, stage: str) -> bool:
@@ -96,22 +89,24 @@ def is_wanted(view: str | None, stage: str) -> bool:
         "ALL": (ACTIVE, DELETED),
     }
     if (view or "ACTIVE_ONLY") not in stages:
-        raise invalid(f"Invalid view type {view!r:.100}: it must be among {', '.join(stages)}.")
+        raise mlflow_calls.invalid(
+            f"Invalid view type {view!r:.100}: it must be among {', '.join(stages)}."
+        )
     return stage in stages[view or "ACTIVE_ONLY"]
 
 
-@endpoint("POST", "experiments/create", writes=True)
-def _create(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "experiments/create", writes=True)
+def _create(call: mlflow_calls.Call) -> dict[str, Any]:
     name = _checked_name(call, "name")
     location = call.given.text_or_none("artifact_location")
     if location is not None and len(location) > _MAX_LOCATION:
-        raise invalid(
+        raise mlflow_calls.invalid(
             f"Invalid value for parameter 'artifact_location' supplied: it must have at most"
             f" {_MAX_LOCATION} characters, but has {len(location)}."
         )
     tags = call.given.pairs("tags", longest=_MAX_TAG)
     documents = tables.documents.c
-    count = select(func.count()).where(documents.kind == EXPERIMENT)
+    count = sa.select(sa.func.count()).where(documents.kind == EXPERIMENT)
     # The default one takes the number 0, also where nobody has used it yet.
     if not call.connection.scalar(count):
         _change(call, _DEFAULT_ID, lambda content: content)
@@ -121,23 +116,23 @@ def _create(call: Call) -> dict[str, Any]:
     return {"experiment_id": experiment_id}
 
 
-@endpoint("GET", "experiments/get")
-def _get(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "experiments/get")
+def _get(call: mlflow_calls.Call) -> dict[str, Any]:
     experiment_id = call.given.text("experiment_id")
     return {"experiment": _shown(experiment_id, read_experiment(call.connection, experiment_id))}
 
 
-@endpoint("GET", "experiments/get-by-name")
-def _get_by_name(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "experiments/get-by-name")
+def _get_by_name(call: mlflow_calls.Call) -> dict[str, Any]:
     name = call.given.text("experiment_name")
     found = _find(call.connection, name)
     if found is None:
-        raise missing(f"Could not find experiment with name '{name[:_MAX_NAME]}'")
+        raise mlflow_calls.missing(f"Could not find experiment with name '{name[:_MAX_NAME]}'")
     return {"experiment": _shown(*found)}
 
 
-@endpoint("GET POST", "experiments/search", lists=True)
-def _search(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET POST", "experiments/search", lists=True)
+def _search(call: mlflow_calls.Call) -> dict[str, Any]:
     rows = list_documents(call.connection, EXPERIMENT)
     found = [(row.name, row.content) for row in rows]
     if all(experiment_id != _DEFAULT_ID for experiment_id, _ in found):
@@ -147,12 +142,12 @@ def _search(call: Call) -> dict[str, Any]:
     found = select_rows(found, call.given.text_or_none("filter"), _SEARCHABLE, _look_up)
     orders = [*call.given.texts("order_by"), "creation_time DESC", "experiment_id ASC"]
     found = sort_rows(found, orders, _SEARCHABLE, _look_up)
-    page, token = page_of(call.given, found, default=1000, most=_MAX_LISTED)
+    page, token = mlflow_calls.page_of(call.given, found, default=1000, most=_MAX_LISTED)
     return {"experiments": [_shown(*one) for one in page], **token}
 
 
-@endpoint("POST", "experiments/update", writes=True)
-def _update(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "experiments/update", writes=True)
+def _update(call: mlflow_calls.Call) -> dict[str, Any]:
     experiment_id = call.given.text("experiment_id")
     if call.given.has("new_name"):
         name = _checked_name(call, "new_name", own_id=experiment_id)
@@ -161,69 +156,75 @@ def _update(call: Call) -> dict[str, Any]:
     return {}
 
 
-@endpoint("POST", "experiments/delete", writes=True)
-def _delete(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "experiments/delete", writes=True)
+def _delete(call: mlflow_calls.Call) -> dict[str, Any]:
     return _move(call, ACTIVE, DELETED)
 
 
-@endpoint("POST", "experiments/restore", writes=True)
-def _restore(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "experiments/restore", writes=True)
+def _restore(call: mlflow_calls.Call) -> dict[str, Any]:
     return _move(call, DELETED, ACTIVE)
 
 
-@endpoint("POST", "experiments/set-experiment-tag", writes=True)
-def _set_tag(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "experiments/set-experiment-tag", writes=True)
+def _set_tag(call: mlflow_calls.Call) -> dict[str, Any]:
     experiment_id, key = call.given.text("experiment_id"), call.given.key()
     value = call.given.text_or_none("value") or ""
     if len(value) > _MAX_TAG:
-        raise invalid(f"'value' exceeds the maximum length of {_MAX_TAG} characters")
+        raise mlflow_calls.invalid(f"'value' exceeds the maximum length of {_MAX_TAG} characters")
     check_active("experiment", experiment_id, _stage(call, experiment_id))
     _change(call, experiment_id, lambda one: one | {"tags": one["tags"] | {key: value}})
     return {}
 
 
-@endpoint("POST", "experiments/delete-experiment-tag", writes=True)
-def _delete_tag(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "experiments/delete-experiment-tag", writes=True)
+def _delete_tag(call: mlflow_calls.Call) -> dict[str, Any]:
     experiment_id, key = call.given.text("experiment_id"), call.given.text("key")
     tags = read_experiment(call.connection, experiment_id)["tags"]
     if key not in tags:
-        raise missing(f"No tag with name: {key[:300]} in experiment with id {experiment_id}")
+        raise mlflow_calls.missing(
+            f"No tag with name: {key[:300]} in experiment with id {experiment_id}"
+        )
     del tags[key]
     _change(call, experiment_id, lambda one: one | {"tags": tags})
     return {}
 
 
-def _move(call: Call, before: str, after: str) -> dict[str, Any]:
+def _move(call: mlflow_calls.Call, before: str, after: str) -> dict[str, Any]:
     experiment_id = call.given.text("experiment_id")
     if _stage(call, experiment_id) != before:
-        raise missing(f"No Experiment with id={experiment_id} exists in the '{before}' state")
+        raise mlflow_calls.missing(
+            f"No Experiment with id={experiment_id} exists in the '{before}' state"
+        )
     _change(call, experiment_id, lambda content: content | {"lifecycle_stage": after})
     return {}
 
 
-def _stage(call: Call, experiment_id: str) -> str:
+def _stage(call: mlflow_calls.Call, experiment_id: str) -> str:
     return str(read_experiment(call.connection, experiment_id)["lifecycle_stage"])
 
 
-def _change(call: Call, experiment_id: str, change: Callable[[Content], Content]) -> None:
+def _change(
+    call: mlflow_calls.Call, experiment_id: str, change: Callable[[Content], Content]
+) -> None:
     before = read_experiment(call.connection, experiment_id)
     after = change(before) | {"last_update_time": now_ms()}
     change_document(call.connection, EXPERIMENT, "", experiment_id, lambda _: after)
 
 
-def _checked_name(call: Call, argument: str, own_id: str | None = None) -> str:
+def _checked_name(call: mlflow_calls.Call, argument: str, own_id: str | None = None) -> str:
     name = call.given.text_or_none(argument)
     if name is None:
-        raise absent(argument)
+        raise mlflow_calls.absent(argument)
     if not name.strip() or len(name) > _MAX_NAME:
-        raise invalid(
+        raise mlflow_calls.invalid(
             f"Invalid experiment name: {name[:_MAX_NAME]!r}. It must have 1 to {_MAX_NAME}"
             " characters."
         )
     found = _find(call.connection, name)
     if found is not None and found[0] != own_id:
         is_deleted = found[1]["lifecycle_stage"] == DELETED
-        raise MlflowError(
+        raise mlflow_calls.MlflowError(
             "RESOURCE_ALREADY_EXISTS",
             f"Experiment(name={name}) already exists"
             + (" in deleted state. Hint: restore it, or take another name." if is_deleted else "."),
@@ -231,10 +232,10 @@ def _checked_name(call: Call, argument: str, own_id: str | None = None) -> str:
     return name
 
 
-def _find(connection: Connection, name: str) -> tuple[str, Content] | None:
+def _find(connection: sa.Connection, name: str) -> tuple[str, Content] | None:
     """Return the id and the content of the experiment of a name."""
     documents = tables.documents
-    query = select(documents.c.name, documents.c.content).where(
+    query = sa.select(documents.c.name, documents.c.content).where(
         documents.c.kind == EXPERIMENT, documents.c.content["name"].as_string() == name
     )
     row = connection.execute(query).first()
@@ -264,7 +265,11 @@ def _new_content(
 
 
 def _shown(experiment_id: str, content: Content) -> dict[str, Any]:
-    return {"experiment_id": experiment_id, **content, "tags": tag_list(content["tags"])}
+    return {
+        "experiment_id": experiment_id,
+        **content,
+        "tags": mlflow_calls.tag_list(content["tags"]),
+    }
 
 
 def _look_up(one: tuple[str, Content], entity: str, key: str) -> Any:

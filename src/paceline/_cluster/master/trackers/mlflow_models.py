@@ -7,7 +7,7 @@ from itertools import groupby
 from math import isfinite, isnan
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, bindparam, select
+import sqlalchemy as sa
 from sqlalchemy.dialects.sqlite import insert
 
 from paceline._base.journal_records import MetricsReported, encode_float
@@ -21,17 +21,7 @@ from paceline._cluster.master.store.series_reader import (
     load_series_points,
     visible_series_pieces,
 )
-from paceline._cluster.master.trackers.mlflow_calls import (
-    Call,
-    Fields,
-    MlflowError,
-    chunks,
-    endpoint,
-    invalid,
-    missing,
-    page_of,
-    tag_list,
-)
+from paceline._cluster.master.trackers import mlflow_calls
 from paceline._cluster.master.trackers.mlflow_experiments import now_ms, path_below, read_experiment
 from paceline._cluster.master.trackers.mlflow_filter import (
     ATTRIBUTE,
@@ -56,25 +46,25 @@ _SEARCHABLE = SearchableNames(
 )  # fmt: skip
 
 
-def find_model(connection: Connection, model_id: str) -> Row[Any]:
+def find_model(connection: sa.Connection, model_id: str) -> sa.Row[Any]:
     """Return the document of a logged model.
 
     Raises:
         MlflowError: There is none of this id.
     """
     documents = tables.documents
-    query = select(documents).where(
+    query = sa.select(documents).where(
         documents.c.kind == MODEL, documents.c.parent == "", documents.c.name == model_id
     )
     found = connection.execute(query).first()
     is_seen = found and sees_document(connection, found.experiment_id, found.project_id)
     if found is None or not is_seen or found.content["is_deleted"]:
-        raise missing(f"Logged model with ID '{model_id[:200]}' not found.")
+        raise mlflow_calls.missing(f"Logged model with ID '{model_id[:200]}' not found.")
     return found
 
 
-@endpoint("POST", "logged-models", writes=True)
-def _create(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "logged-models", writes=True)
+def _create(call: mlflow_calls.Call) -> dict[str, Any]:
     given, now = call.given, now_ms()
     project = given.text("experiment_id")
     experiment = read_experiment(call.connection, project)
@@ -111,61 +101,65 @@ def _create(call: Call) -> dict[str, Any]:
     return _shown(model_id, content)
 
 
-@endpoint("GET", "logged-models/{model_id}")
-def _get(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "logged-models/{model_id}")
+def _get(call: mlflow_calls.Call) -> dict[str, Any]:
     found = find_model(call.connection, call.given.text("model_id"))
     return _shown(found.name, found.content)
 
 
-@endpoint("PATCH", "logged-models/{model_id}", writes=True)
-def _finalize(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("PATCH", "logged-models/{model_id}", writes=True)
+def _finalize(call: mlflow_calls.Call) -> dict[str, Any]:
     status = call.given.text("status")
     if status not in _STATES:
-        raise invalid(f"Invalid status {status[:100]!r}: it must be among {', '.join(_STATES)}.")
+        raise mlflow_calls.invalid(
+            f"Invalid status {status[:100]!r}: it must be among {', '.join(_STATES)}."
+        )
     return _change(call, lambda content: content | {"status": status})
 
 
-@endpoint("DELETE", "logged-models/{model_id}", writes=True)
-def _delete(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("DELETE", "logged-models/{model_id}", writes=True)
+def _delete(call: mlflow_calls.Call) -> dict[str, Any]:
     _change(call, lambda content: content | {"is_deleted": True})
     return {}
 
 
-@endpoint("POST", "logged-models/{model_id}/params", writes=True)
-def _log_params(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "logged-models/{model_id}/params", writes=True)
+def _log_params(call: mlflow_calls.Call) -> dict[str, Any]:
     params = call.given.pairs("params", longest=_MAX_TEXT, is_key=False)
     _change(call, lambda content: content | {"params": content["params"] | params})
     return {}
 
 
-@endpoint("PATCH", "logged-models/{model_id}/tags", writes=True)
-def _set_tags(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("PATCH", "logged-models/{model_id}/tags", writes=True)
+def _set_tags(call: mlflow_calls.Call) -> dict[str, Any]:
     tags = call.given.pairs("tags", longest=_MAX_TEXT, is_key=False)
     return _change(call, lambda content: content | {"tags": content["tags"] | tags})
 
 
-@endpoint("DELETE", "logged-models/{model_id}/tags/{key}", writes=True)
-def _delete_tag(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("DELETE", "logged-models/{model_id}/tags/{key}", writes=True)
+def _delete_tag(call: mlflow_calls.Call) -> dict[str, Any]:
     key = call.given.text("key")
 
     def change(content: dict[str, Any]) -> dict[str, Any]:
         if key not in content["tags"]:
-            raise missing(f"No tag with key {key[:300]!r} found for this model")
+            raise mlflow_calls.missing(f"No tag with key {key[:300]!r} found for this model")
         return content | {"tags": {name: v for name, v in content["tags"].items() if name != key}}
 
     return _change(call, change)
 
 
-@endpoint("POST", "logged-models/search", lists=True)
-def _search(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "logged-models/search", lists=True)
+def _search(call: mlflow_calls.Call) -> dict[str, Any]:
     documents = tables.documents.c
     if call.given.has("datasets"):
-        raise MlflowError("NOT_IMPLEMENTED", "Models cannot be searched by their data sets here.")
+        raise mlflow_calls.MlflowError(
+            "NOT_IMPLEMENTED", "Models cannot be searched by their data sets here."
+        )
     found = [
         (row.name, row.content)
-        for part in chunks(call.given.texts("experiment_ids"))
+        for part in mlflow_calls.chunks(call.given.texts("experiment_ids"))
         for row in call.connection.execute(
-            select(documents.name, documents.content).where(
+            sa.select(documents.name, documents.content).where(
                 documents.kind == MODEL,
                 documents.parent == "",
                 documents.content["experiment_id"].as_string().in_(part),
@@ -179,12 +173,12 @@ def _search(call: Call) -> dict[str, Any]:
         for one in call.given.items("order_by")
     ]
     found = sort_rows(found, [*orders, "creation_timestamp DESC"], _SEARCHABLE, _look_up)
-    page, token = page_of(call.given, found, default=100, most=1000)
+    page, token = mlflow_calls.page_of(call.given, found, default=100, most=1000)
     return {"models": [_shown(*one)["model"] for one in page], **token}
 
 
 def log_model_metrics(
-    connection: Connection, run_id: str, metrics: dict[str, list[dict[str, Any]]]
+    connection: sa.Connection, run_id: str, metrics: dict[str, list[dict[str, Any]]]
 ) -> None:
     """Keep the newest metrics that a run logged about models, by their ids."""
     for model_id, found in metrics.items():
@@ -194,7 +188,7 @@ def log_model_metrics(
         _store(connection, model_id, row.content | {"metrics": [*kept.values()]})
 
 
-def note_version(connection: Connection, model_id: str, name: str, version: int) -> None:
+def note_version(connection: sa.Connection, model_id: str, name: str, version: int) -> None:
     """Note in a model's tags that it became a version of a registered model."""
     content = find_model(connection, model_id).content
     known = json.loads(content["tags"].get(_VERSIONS_TAG, "[]"))
@@ -202,21 +196,23 @@ def note_version(connection: Connection, model_id: str, name: str, version: int)
     _store(connection, model_id, content | {"tags": content["tags"] | {_VERSIONS_TAG: noted}})
 
 
-def _has_run(connection: Connection, run_id: str) -> bool:
+def _has_run(connection: sa.Connection, run_id: str) -> bool:
     documents, experiments = tables.documents, tables.experiments
     query = (
-        select(documents.c.name)
+        sa.select(documents.c.name)
         .join(experiments, experiments.c.id == documents.c.experiment_id)
         .where(experiments.c.external_id == run_id, documents.c.kind == "mlflow.run")
     )
     return connection.scalar(query) is not None
 
 
-def _store(connection: Connection, model_id: str, content: dict[str, Any]) -> None:
+def _store(connection: sa.Connection, model_id: str, content: dict[str, Any]) -> None:
     change_document(connection, MODEL, "", model_id, lambda _: content)
 
 
-def _change(call: Call, change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+def _change(
+    call: mlflow_calls.Call, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
     row = find_model(call.connection, call.given.text("model_id"))
     after = change(row.content) | {"last_updated_timestamp": now_ms()}
     _store(call.connection, row.name, after)
@@ -226,11 +222,11 @@ def _change(call: Call, change: Callable[[dict[str, Any]], dict[str, Any]]) -> d
 def _shown(model_id: str, content: dict[str, Any]) -> dict[str, Any]:
     hidden = ("params", "metrics", "is_deleted", "files_run_id")
     info = {key: value for key, value in content.items() if key not in hidden}
-    info |= {"model_id": model_id, "tags": tag_list(content["tags"])}
+    info |= {"model_id": model_id, "tags": mlflow_calls.tag_list(content["tags"])}
     info["creation_timestamp_ms"] = info.pop("creation_timestamp")
     info["last_updated_timestamp_ms"] = info.pop("last_updated_timestamp")
     return {"model": {"info": info, "data": {
-        "params": tag_list(content["params"]), "metrics": content["metrics"],
+        "params": mlflow_calls.tag_list(content["params"]), "metrics": content["metrics"],
     }}}  # fmt: skip
 
 
@@ -248,9 +244,9 @@ _SYSTEM_PREFIX = "system/"
 _MAX_HISTORY = 1_000_000
 # Made once: for each call they cost more to make than to run.
 _documents = tables.documents.c
-_LAST = select(_documents.content).where(
+_LAST = sa.select(_documents.content).where(
     _documents.kind == METRIC_KIND,
-    _documents.parent == bindparam("run_id"),
+    _documents.parent == sa.bindparam("run_id"),
     _documents.name.in_(many_ids()),
 )
 _KEEP = insert(tables.documents)
@@ -289,7 +285,7 @@ def metric_group(key: str) -> tuple[str, str]:
     return TRAINING_GROUP, key
 
 
-def read_metric(given: Fields) -> Metric:
+def read_metric(given: mlflow_calls.Fields) -> Metric:
     """Return a metric of a request.
 
     Raises:
@@ -298,12 +294,12 @@ def read_metric(given: Fields) -> Metric:
     key, value = given.key(), given.number("value")
     timestamp, step = given.integer("timestamp"), given.integer("step", 0)
     if step < 0:
-        raise invalid(
+        raise mlflow_calls.invalid(
             f"Invalid value {step} for parameter '{given.path}step' supplied: steps must not be"
             " negative here. Hint: count from 0."
         )
     if not 0 <= timestamp <= MAX_TIME_S * 1000:
-        raise invalid(
+        raise mlflow_calls.invalid(
             f"Invalid value {timestamp} for parameter '{given.path}timestamp' supplied: it must be"
             " milliseconds since 1970."
         )
@@ -312,7 +308,7 @@ def read_metric(given: Fields) -> Metric:
 
 
 def log_metrics(
-    call: Call, run_id: str, experiment_id: int | None, metrics: Sequence[Metric]
+    call: mlflow_calls.Call, run_id: str, experiment_id: int | None, metrics: Sequence[Metric]
 ) -> None:
     """Append metrics to a run's series, and keep the last value of each key."""
     records: list[MetricsReported] = []
@@ -335,13 +331,13 @@ def log_metrics(
 
 
 def latest_metrics(
-    connection: Connection, run_ids: Sequence[str]
+    connection: sa.Connection, run_ids: Sequence[str]
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the last value of each metric of runs, in MLflow's form."""
     documents = tables.documents.c
     found: dict[str, list[dict[str, Any]]] = {run_id: [] for run_id in run_ids}
-    for part in chunks(run_ids):
-        query = select(documents.parent, documents.content).where(
+    for part in mlflow_calls.chunks(run_ids):
+        query = sa.select(documents.parent, documents.content).where(
             documents.kind == METRIC_KIND, documents.parent.in_(part)
         )
         for parent, content in connection.execute(query):
@@ -349,11 +345,11 @@ def latest_metrics(
     return found
 
 
-@endpoint("GET", "metrics/get-history")
-def _get_history(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "metrics/get-history")
+def _get_history(call: mlflow_calls.Call) -> dict[str, Any]:
     run_id, key = call.run_id(), call.given.text("metric_key")
     found = _history(call.connection, run_id, key)
-    page, token = page_of(call.given, found, default=_MAX_HISTORY, most=_MAX_HISTORY)
+    page, token = mlflow_calls.page_of(call.given, found, default=_MAX_HISTORY, most=_MAX_HISTORY)
     return {"metrics": [_shown_metric(metric) for metric in page], **token}
 
 
@@ -362,7 +358,7 @@ def _record(step: int, timestamp: int, group: str, values: dict[str, Any]) -> Me
 
 
 def _keep_last(
-    connection: Connection, run_id: str, experiment_id: int | None, metrics: Sequence[Metric]
+    connection: sa.Connection, run_id: str, experiment_id: int | None, metrics: Sequence[Metric]
 ) -> None:
     last: dict[str, Metric] = {}
     for metric in metrics:
@@ -380,7 +376,7 @@ def _keep_last(
         connection.execute(_KEEP, rows)
 
 
-def _history(connection: Connection, run_id: str, key: str) -> list[Metric]:
+def _history(connection: sa.Connection, run_id: str, key: str) -> list[Metric]:
     """Return all points of a metric in MLflow's order; one that was sent twice is there once."""
     group, name = metric_group(key)
     experiment = experiment_of_run(connection, run_id)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from sqlalchemy import Connection, Row, select
+import sqlalchemy as sa
 
 from paceline._cluster.master.experiments.checkpoints import MODEL_VERSION, checkpoint_of_source
 from paceline._cluster.master.experiments.logged_runs import (
@@ -20,15 +20,7 @@ from paceline._cluster.master.store.reach import (
     creating_in,
     current_reach,
 )
-from paceline._cluster.master.trackers.mlflow_calls import (
-    Call,
-    MlflowError,
-    endpoint,
-    invalid,
-    missing,
-    page_of,
-    tag_list,
-)
+from paceline._cluster.master.trackers import mlflow_calls
 from paceline._cluster.master.trackers.mlflow_experiments import now_ms
 from paceline._cluster.master.trackers.mlflow_filter import (
     TAG,
@@ -64,8 +56,8 @@ _VERSIONS = SearchableNames(
 # ---- models --------------------------------------------------------------------------------------
 
 
-@endpoint("POST", "registered-models/create", writes=True)
-def _create(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "registered-models/create", writes=True)
+def _create(call: mlflow_calls.Call) -> dict[str, Any]:
     name, now = _new_name(call, "name"), now_ms()
     content = {
         "creation_timestamp": now,
@@ -79,25 +71,25 @@ def _create(call: Call) -> dict[str, Any]:
     return {"registered_model": _shown(call.connection, name, content)}
 
 
-@endpoint("GET", "registered-models/get")
-def _get(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "registered-models/get")
+def _get(call: mlflow_calls.Call) -> dict[str, Any]:
     name = call.given.text("name")
     content = _read(call.connection, name)
     return {"registered_model": _shown(call.connection, name, content)}
 
 
-@endpoint("GET", "registered-models/search", lists=True)
-def _search(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "registered-models/search", lists=True)
+def _search(call: mlflow_calls.Call) -> dict[str, Any]:
     found = [(row.name, row.content) for row in list_documents(call.connection, MODEL)]
     found = select_rows(found, call.given.text_or_none("filter"), _MODELS, _look_up)
     orders = [*call.given.texts("order_by"), "name ASC"]
     found = sort_rows(found, orders, _MODELS, _look_up)
-    page, token = page_of(call.given, found, default=100, most=1000)
+    page, token = mlflow_calls.page_of(call.given, found, default=100, most=1000)
     return {"registered_models": [_shown(call.connection, *one) for one in page], **token}
 
 
-@endpoint("POST", "registered-models/rename", writes=True)
-def _rename(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "registered-models/rename", writes=True)
+def _rename(call: mlflow_calls.Call) -> dict[str, Any]:
     name, documents = call.given.text("name"), tables.documents
     _read(call.connection, name)
     new_name = _new_name(call, "new_name")
@@ -109,15 +101,15 @@ def _rename(call: Call) -> dict[str, Any]:
     return {"registered_model": _shown(call.connection, new_name, content)}
 
 
-@endpoint("PATCH", "registered-models/update", writes=True)
-def _update(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("PATCH", "registered-models/update", writes=True)
+def _update(call: mlflow_calls.Call) -> dict[str, Any]:
     name, text = call.given.text("name"), call.given.text_or_none("description") or ""
     content = _change(call, name, lambda content: content | {"description": text})
     return {"registered_model": _shown(call.connection, name, content)}
 
 
-@endpoint("DELETE", "registered-models/delete", writes=True)
-def _delete(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("DELETE", "registered-models/delete", writes=True)
+def _delete(call: mlflow_calls.Call) -> dict[str, Any]:
     name, documents = call.given.text("name"), tables.documents
     _read(call.connection, name)
     of_versions = (documents.c.kind == VERSION) & (documents.c.parent == name)
@@ -126,33 +118,35 @@ def _delete(call: Call) -> dict[str, Any]:
     return {}
 
 
-@endpoint("POST", "registered-models/set-tag", writes=True)
-def _set_tag(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "registered-models/set-tag", writes=True)
+def _set_tag(call: mlflow_calls.Call) -> dict[str, Any]:
     key, value = call.given.text("key"), (call.given.text_or_none("value") or "")[:_MAX_TAG]
     _change(call, call.given.text("name"), _tagging(key, value))
     return {}
 
 
-@endpoint("DELETE", "registered-models/delete-tag", writes=True)
-def _delete_tag(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("DELETE", "registered-models/delete-tag", writes=True)
+def _delete_tag(call: mlflow_calls.Call) -> dict[str, Any]:
     _change(call, call.given.text("name"), _untagging(call.given.text("key")))
     return {}
 
 
-@endpoint("POST", "registered-models/alias", writes=True)
-def _set_alias(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "registered-models/alias", writes=True)
+def _set_alias(call: mlflow_calls.Call) -> dict[str, Any]:
     name, alias, version = (call.given.text(one) for one in ("name", "alias", "version"))
     if len(alias) > _MAX_NAME:
-        raise invalid(f"An alias must have at most {_MAX_NAME} characters, but has {len(alias)}.")
+        raise mlflow_calls.invalid(
+            f"An alias must have at most {_MAX_NAME} characters, but has {len(alias)}."
+        )
     if alias.lower() == "latest" or alias[1:].isdigit() and alias[0] in "vV":
-        raise invalid(f"'{alias}' alias name is reserved: versions are called so.")
+        raise mlflow_calls.invalid(f"'{alias}' alias name is reserved: versions are called so.")
     _read_version(call.connection, name, version)
     _change(call, name, lambda one: one | {"aliases": one["aliases"] | {alias: version}})
     return {}
 
 
-@endpoint("DELETE", "registered-models/alias", writes=True)
-def _delete_alias(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("DELETE", "registered-models/alias", writes=True)
+def _delete_alias(call: mlflow_calls.Call) -> dict[str, Any]:
     alias = call.given.text("alias")
     _change(call, call.given.text("name"), lambda one: one | {
         "aliases": {key: v for key, v in one["aliases"].items() if key != alias}
@@ -160,17 +154,17 @@ def _delete_alias(call: Call) -> dict[str, Any]:
     return {}
 
 
-@endpoint("GET", "registered-models/alias")
-def _get_by_alias(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "registered-models/alias")
+def _get_by_alias(call: mlflow_calls.Call) -> dict[str, Any]:
     name, alias = call.given.text("name"), call.given.text("alias")
     version = _read(call.connection, name)["aliases"].get(alias)
     if version is None:
-        raise invalid(f"Registered model alias {alias[:300]} not found.")
+        raise mlflow_calls.invalid(f"Registered model alias {alias[:300]} not found.")
     return {"model_version": _shown_version(call.connection, name, version)}
 
 
-@endpoint("GET POST", "registered-models/get-latest-versions")
-def _get_latest(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET POST", "registered-models/get-latest-versions")
+def _get_latest(call: mlflow_calls.Call) -> dict[str, Any]:
     name = call.given.text("name")
     _read(call.connection, name)
     stages = [_stage(text) for text in call.given.texts("stages")]
@@ -185,8 +179,8 @@ def _get_latest(call: Call) -> dict[str, Any]:
 # ---- versions ------------------------------------------------------------------------------------
 
 
-@endpoint("POST", "model-versions/create", writes=True)
-def _create_version(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "model-versions/create", writes=True)
+def _create_version(call: mlflow_calls.Call) -> dict[str, Any]:
     given, now = call.given, now_ms()
     name = given.text("name")
     model = _change(call, name, lambda one: one | {"num_versions": one["num_versions"] + 1})
@@ -214,49 +208,49 @@ def _create_version(call: Call) -> dict[str, Any]:
     }
     documents = tables.documents.c
     of_model = documents.kind == MODEL, documents.name == name
-    with creating_in(call.connection.scalar(select(documents.project_id).where(*of_model))):
+    with creating_in(call.connection.scalar(sa.select(documents.project_id).where(*of_model))):
         change_document(call.connection, VERSION, name, version, lambda _: content)
     if model_id:
         note_version(call.connection, model_id, name, int(version))
     return {"model_version": _shown_version(call.connection, name, version)}
 
 
-@endpoint("GET", "model-versions/get")
-def _get_version(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "model-versions/get")
+def _get_version(call: mlflow_calls.Call) -> dict[str, Any]:
     return {"model_version": _shown_version(call.connection, *_asked_version(call))}
 
 
-@endpoint("GET", "model-versions/get-download-uri")
-def _get_download_uri(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "model-versions/get-download-uri")
+def _get_download_uri(call: mlflow_calls.Call) -> dict[str, Any]:
     return {"artifact_uri": _read_version(call.connection, *_asked_version(call))["location"]}
 
 
-@endpoint("GET", "model-versions/search", lists=True)
-def _search_versions(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "model-versions/search", lists=True)
+def _search_versions(call: mlflow_calls.Call) -> dict[str, Any]:
     found = [((row.parent, row.name), row.content)
              for row in list_documents(call.connection, VERSION)]  # fmt: skip
     found = select_rows(found, call.given.text_or_none("filter"), _VERSIONS, _look_up_version)
     asked = call.given.texts("order_by") or ["last_updated_timestamp DESC"]
     orders = [*asked, "name ASC", "version_number DESC"]
     found = sort_rows(found, orders, _VERSIONS, _look_up_version)
-    page, token = page_of(call.given, found, default=10_000, most=200_000)
+    page, token = mlflow_calls.page_of(call.given, found, default=10_000, most=200_000)
     shown = [_shown_version(call.connection, *place) for place, _ in page]
     return {"model_versions": shown, **token}
 
 
-@endpoint("PATCH", "model-versions/update", writes=True)
-def _update_version(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("PATCH", "model-versions/update", writes=True)
+def _update_version(call: mlflow_calls.Call) -> dict[str, Any]:
     text = call.given.text_or_none("description") or ""
     return _change_version(call, lambda content: content | {"description": text})
 
 
-@endpoint("POST", "model-versions/transition-stage", writes=True)
-def _change_stage(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "model-versions/transition-stage", writes=True)
+def _change_stage(call: mlflow_calls.Call) -> dict[str, Any]:
     stage = _stage(call.given.text("stage"))
     name, version = _asked_version(call)
     is_archiving = call.given.flag("archive_existing_versions")
     if is_archiving and stage not in ("Staging", "Production"):
-        raise invalid(
+        raise mlflow_calls.invalid(
             "Model version transition cannot archive existing model versions because"
             f" '{stage}' is not an Active stage. Valid stages are Staging and Production."
         )
@@ -268,8 +262,8 @@ def _change_stage(call: Call) -> dict[str, Any]:
     return _change_version(call, lambda content: content | {"current_stage": stage})
 
 
-@endpoint("DELETE", "model-versions/delete", writes=True)
-def _delete_version(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("DELETE", "model-versions/delete", writes=True)
+def _delete_version(call: mlflow_calls.Call) -> dict[str, Any]:
     name, version = _asked_version(call)
     _read_version(call.connection, name, version)
     change_document(call.connection, VERSION, name, version, lambda _: None)
@@ -279,15 +273,15 @@ def _delete_version(call: Call) -> dict[str, Any]:
     return {}
 
 
-@endpoint("POST", "model-versions/set-tag", writes=True)
-def _set_version_tag(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "model-versions/set-tag", writes=True)
+def _set_version_tag(call: mlflow_calls.Call) -> dict[str, Any]:
     key, value = call.given.text("key"), (call.given.text_or_none("value") or "")[:_MAX_TAG]
     _change_version(call, _tagging(key, value))
     return {}
 
 
-@endpoint("DELETE", "model-versions/delete-tag", writes=True)
-def _delete_version_tag(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("DELETE", "model-versions/delete-tag", writes=True)
+def _delete_version_tag(call: mlflow_calls.Call) -> dict[str, Any]:
     _change_version(call, _untagging(call.given.text("key")))
     return {}
 
@@ -295,34 +289,38 @@ def _delete_version_tag(call: Call) -> dict[str, Any]:
 # ---- documents -----------------------------------------------------------------------------------
 
 
-def _read(connection: Connection, name: str) -> Content:
+def _read(connection: sa.Connection, name: str) -> Content:
     found: Content | None = get_document(connection, MODEL, "", name)
     if found is None:
-        raise missing(f"Registered Model with name={name[:_MAX_NAME]} not found")
+        raise mlflow_calls.missing(f"Registered Model with name={name[:_MAX_NAME]} not found")
     return found
 
 
-def _read_version(connection: Connection, name: str, version: str) -> Content:
+def _read_version(connection: sa.Connection, name: str, version: str) -> Content:
     found: Content | None = get_document(connection, VERSION, name, version)
     if found is None:
-        raise missing(f"Model Version (name={name[:_MAX_NAME]}, version={version[:50]}) not found")
+        raise mlflow_calls.missing(
+            f"Model Version (name={name[:_MAX_NAME]}, version={version[:50]}) not found"
+        )
     return found
 
 
-def _asked_version(call: Call) -> tuple[str, str]:
+def _asked_version(call: mlflow_calls.Call) -> tuple[str, str]:
     name, version = call.given.text("name"), call.given.text("version")
     if not version.isdecimal():
-        raise invalid(f"Parameter 'version' must be an integer, got '{version[:50]}'.")
+        raise mlflow_calls.invalid(f"Parameter 'version' must be an integer, got '{version[:50]}'.")
     return name, version
 
 
-def _change(call: Call, name: str, change: Callable[[Content], Content]) -> Content:
+def _change(call: mlflow_calls.Call, name: str, change: Callable[[Content], Content]) -> Content:
     after = change(_read(call.connection, name)) | {"last_updated_timestamp": now_ms()}
     change_document(call.connection, MODEL, "", name, lambda _: after)
     return after
 
 
-def _change_version(call: Call, change: Callable[[Content], Content]) -> dict[str, Any]:
+def _change_version(
+    call: mlflow_calls.Call, change: Callable[[Content], Content]
+) -> dict[str, Any]:
     name, version = _asked_version(call)
     before = _read_version(call.connection, name, version)
     after = change(before) | {"last_updated_timestamp": now_ms()}
@@ -330,7 +328,7 @@ def _change_version(call: Call, change: Callable[[Content], Content]) -> dict[st
     return {"model_version": _shown_version(call.connection, name, version)}
 
 
-def _archive(connection: Connection, row: Row[Any]) -> None:
+def _archive(connection: sa.Connection, row: sa.Row[Any]) -> None:
     archived = row.content | {"current_stage": "Archived"}
     change_document(connection, VERSION, row.parent, row.name, lambda _: archived)
 
@@ -345,15 +343,15 @@ def _untagging(key: str) -> Callable[[Content], Content]:
     )
 
 
-def _new_name(call: Call, argument: str) -> str:
+def _new_name(call: mlflow_calls.Call, argument: str) -> str:
     name = call.given.text(argument)
     if not name.strip() or len(name) > _MAX_NAME or any(mark in name for mark in "/:"):
-        raise invalid(
+        raise mlflow_calls.invalid(
             f"Invalid value for parameter '{argument}': a registered model's name must have 1 to"
             f" {_MAX_NAME} characters, none of them '/' or ':', but got {name[:_MAX_NAME]!r}."
         )
     if get_document(call.connection, MODEL, "", name) is not None:
-        raise MlflowError(
+        raise mlflow_calls.MlflowError(
             "RESOURCE_ALREADY_EXISTS", f"Registered Model (name={name}) already exists."
         )
     return name
@@ -362,13 +360,13 @@ def _new_name(call: Call, argument: str) -> str:
 def _checked_source(source: str) -> str:
     parts = urlsplit(source)
     if parts.scheme in ("", "file"):
-        raise invalid(
+        raise mlflow_calls.invalid(
             "To use a local path as a model version source, it would have to lie on the master's"
             f" disk, but got {source[:500]!r}. Hint: log the model in a run, and name that."
         )
     path = unquote(unquote(parts.path))
     if ".." in path.split("/") or "\\" in path or parts.fragment or not path.isprintable():
-        raise invalid(
+        raise mlflow_calls.invalid(
             f"Invalid model version source: {source[:500]!r}. If supplying a source as an http,"
             " https, local file path, ftp, objectstore, or mlflow-artifacts uri, an absolute path"
             " must be provided without relative path references present."
@@ -376,7 +374,7 @@ def _checked_source(source: str) -> str:
     return source
 
 
-def _check_checkpoint(connection: Connection, source: str) -> None:
+def _check_checkpoint(connection: sa.Connection, source: str) -> None:
     """Refuse a missing, incomplete or foreign checkpoint as the source of a version.
 
     Nobody can delete it while the version is there: only an editor of its project may keep it.
@@ -386,52 +384,54 @@ def _check_checkpoint(connection: Connection, source: str) -> None:
         return
     check_object(connection, "uuid", uuid)
     owner = tables.checkpoints.c.experiment_id == tables.experiments.c.id
-    query = select(tables.checkpoints.c.state, tables.experiments.c.project_id)
+    query = sa.select(tables.checkpoints.c.state, tables.experiments.c.project_id)
     row = connection.execute(query.where(tables.checkpoints.c.uuid == uuid, owner)).one_or_none()
     if row is None:
-        raise missing(f"There is no checkpoint {uuid[:_MAX_NAME]!r}.")
+        raise mlflow_calls.missing(f"There is no checkpoint {uuid[:_MAX_NAME]!r}.")
     reach = current_reach()
     if reach is not None and reach.changes is not None and row.project_id not in reach.changes:
         raise NotAllowedError(f"checkpoint {uuid}", is_hidden=False)
     if row.state != CheckpointState.COMPLETED.value:
-        raise invalid(f"The source must be a whole checkpoint, but files of {uuid} were deleted.")
+        raise mlflow_calls.invalid(
+            f"The source must be a whole checkpoint, but files of {uuid} were deleted."
+        )
 
 
 def _stage(text: str) -> str:
     if text.lower() not in _STAGES:
-        raise invalid(
+        raise mlflow_calls.invalid(
             f"Invalid Model Version stage: {text[:100]}. Value must be one of"
             f" {', '.join(_STAGES.values())}."
         )
     return _STAGES[text.lower()]
 
 
-def _shown(connection: Connection, name: str, content: Content) -> dict[str, Any]:
+def _shown(connection: sa.Connection, name: str, content: Content) -> dict[str, Any]:
     shown = {key: value for key, value in content.items() if key != "num_versions"}
     aliases = [{"alias": alias, "version": v} for alias, v in content["aliases"].items()]
     return shown | {
         "name": name,
-        "tags": tag_list(content["tags"]),
+        "tags": mlflow_calls.tag_list(content["tags"]),
         "aliases": aliases,
         "latest_versions": _latest(connection, name),
     }
 
 
-def _shown_version(connection: Connection, name: str, version: str) -> dict[str, Any]:
+def _shown_version(connection: sa.Connection, name: str, version: str) -> dict[str, Any]:
     content = _read_version(connection, name, version)
     aliases = _read(connection, name)["aliases"]
     return content | {
         "name": name,
         "version": version,
-        "tags": tag_list(content["tags"]),
+        "tags": mlflow_calls.tag_list(content["tags"]),
         "aliases": [alias for alias, v in aliases.items() if v == version],
     }
 
 
-def _latest(connection: Connection, name: str) -> list[dict[str, Any]]:
+def _latest(connection: sa.Connection, name: str) -> list[dict[str, Any]]:
     """Return the newest version of each stage."""
     documents = tables.documents.c
-    query = select(documents.name, documents.content).where(
+    query = sa.select(documents.name, documents.content).where(
         documents.kind == VERSION, documents.parent == name
     )
     newest: dict[str, int] = {}

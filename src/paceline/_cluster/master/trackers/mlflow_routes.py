@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
+import sqlalchemy as sa
 from fastapi import Request, Response
-from sqlalchemy import Connection, Row, delete
 
 from paceline._base.journal_records import MediaFile, MediaReported
 from paceline._base.run_directory import check_file_path
@@ -29,18 +29,9 @@ from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.run_files import get_file, list_files, put_file
+from paceline._cluster.master.trackers import mlflow_calls
 from paceline._cluster.master.trackers import mlflow_registry as _registry  # noqa: F401
 from paceline._cluster.master.trackers import mlflow_runs as _runs  # noqa: F401
-from paceline._cluster.master.trackers.mlflow_calls import (
-    Call,
-    Endpoint,
-    Fields,
-    MlflowError,
-    endpoint,
-    find_endpoint,
-    invalid,
-    missing,
-)
 from paceline._cluster.master.trackers.mlflow_experiments import now_ms
 from paceline._cluster.master.trackers.mlflow_models import TRAINING_GROUP, find_model
 from paceline._cluster.master.trackers.mlflow_runs import find_run
@@ -63,7 +54,7 @@ class FilePlace(NamedTuple):
     path: str
 
 
-def find_place(connection: Connection, artifact: str) -> FilePlace:
+def find_place(connection: sa.Connection, artifact: str) -> FilePlace:
     """Return where an artifact of `mlflow-artifacts:` lies.
 
     Raises:
@@ -73,7 +64,7 @@ def find_place(connection: Connection, artifact: str) -> FilePlace:
         try:
             check_file_path(text.rstrip("/"))
         except ValueError as error:
-            raise invalid(f"Invalid path: {error}") from error
+            raise mlflow_calls.invalid(f"Invalid path: {error}") from error
     of_model = _OF_MODEL.fullmatch(artifact)
     if of_model is not None:
         run_id = find_model(connection, of_model["model"]).content["files_run_id"]
@@ -81,7 +72,7 @@ def find_place(connection: Connection, artifact: str) -> FilePlace:
     else:
         of_run = _OF_RUN.fullmatch(artifact)
         if of_run is None:
-            raise invalid(
+            raise mlflow_calls.invalid(
                 f"The path of an artifact must be EXPERIMENT/RUN/artifacts/PATH, but got"
                 f" {artifact[:200]!r}. Hint: log it in a run."
             )
@@ -112,7 +103,7 @@ def name_file(
     runs.append(transaction, place.run_id, [record])
 
 
-def find_file(connection: Connection, artifact: str) -> Row[Any]:
+def find_file(connection: sa.Connection, artifact: str) -> sa.Row[Any]:
     """Return the row of an artifact.
 
     Raises:
@@ -121,11 +112,11 @@ def find_file(connection: Connection, artifact: str) -> Row[Any]:
     place = find_place(connection, artifact)
     row = get_file(connection, trial_of_place(place, connection).id, place.path)
     if row is None:
-        raise missing(f"No such artifact: {place.path[:300]!r}")
+        raise mlflow_calls.missing(f"No such artifact: {place.path[:300]!r}")
     return row
 
 
-def delete_files(connection: Connection, artifact: str) -> None:
+def delete_files(connection: sa.Connection, artifact: str) -> None:
     """Delete an artifact: a file, or a directory with all its files."""
     place, files = find_place(connection, artifact), tables.run_files
     prefix = f"{place.path}/" if place.path else ""
@@ -133,11 +124,11 @@ def delete_files(connection: Connection, artifact: str) -> None:
     if place.path:
         is_chosen |= files.c.path == place.path
     trial_id = trial_of_place(place, connection).id
-    connection.execute(delete(files).where(files.c.trial_id == trial_id, is_chosen))
+    connection.execute(sa.delete(files).where(files.c.trial_id == trial_id, is_chosen))
 
 
-@endpoint("GET", "logged-models/{model_id}/artifacts/directories")
-def _list_of_model(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "logged-models/{model_id}/artifacts/directories")
+def _list_of_model(call: mlflow_calls.Call) -> dict[str, Any]:
     model = find_model(call.connection, call.given.text("model_id"))
     root = f"{MODELS}/{model.name}"
     path = _checked(call.given.text_or_none("artifact_directory_path") or "")
@@ -146,12 +137,12 @@ def _list_of_model(call: Call) -> dict[str, Any]:
     return {"root_uri": model.content["artifact_uri"], "files": files}
 
 
-@endpoint("GET", "artifacts/list")
-def _list_of_run(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "artifacts/list")
+def _list_of_run(call: mlflow_calls.Call) -> dict[str, Any]:
     run = find_run(call.connection, call.run_id())
     root = run.content["artifact_uri"]
     if not root.startswith("mlflow-artifacts:"):
-        raise MlflowError(
+        raise mlflow_calls.MlflowError(
             "NOT_IMPLEMENTED",
             f"The artifacts of run {run.name} lie at {root}, where Paceline does not look.",
         )
@@ -161,7 +152,7 @@ def _list_of_run(call: Call) -> dict[str, Any]:
 
 
 def list_directory(
-    connection: Connection, place: FilePlace, *, root: str = ""
+    connection: sa.Connection, place: FilePlace, *, root: str = ""
 ) -> list[dict[str, Any]]:
     """Return files and directories in a directory of a run.
 
@@ -196,15 +187,15 @@ def _checked(path: str) -> str:
             check_file_path(path)
             check_file_path(unquote(path))
         except ValueError as error:
-            raise invalid(f"Invalid path: {error}") from error
+            raise mlflow_calls.invalid(f"Invalid path: {error}") from error
     return path
 
 
-def trial_of_place(place: FilePlace, connection: Connection) -> Row[Any]:
+def trial_of_place(place: FilePlace, connection: sa.Connection) -> sa.Row[Any]:
     """Return the trial whose files are there."""
     experiment = experiment_of_run(connection, place.run_id)
     if experiment is None:
-        raise missing(f"Run with id={place.run_id[:200]} not found")
+        raise mlflow_calls.missing(f"Run with id={place.run_id[:200]} not found")
     return trial_of_run(connection, experiment.id)
 
 
@@ -228,15 +219,15 @@ async def answer_call(
 ) -> Response:
     """Answer a call about experiments, runs or models."""
     assert identity is not None
-    found, place = find_endpoint(request.method, path)
+    found, place = mlflow_calls.find_endpoint(request.method, path)
     check_tracker_rights(identity, writes=found.writes, lists=found.lists)
-    arguments = Fields({**await _arguments(request), **place})
+    arguments = mlflow_calls.Fields({**await _arguments(request), **place})
     body = await _answer(master, identity, found, arguments)
     return Response(body, media_type="application/json")
 
 
-@endpoint("GET", "server-info")
-def _server_info(_call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "server-info")
+def _server_info(_call: mlflow_calls.Call) -> dict[str, Any]:
     return {
         "store_type": "paceline",
         "workspaces_enabled": False,
@@ -253,7 +244,7 @@ async def put_artifact(
     check_tracker_rights(identity, writes=True)
     place = await asyncio.to_thread(_read, master, lambda found: find_place(found, path))
     if not place.path:
-        raise invalid("The path of an artifact must name a file.")
+        raise mlflow_calls.invalid("The path of an artifact must name a file.")
     digest, size = await receive_file(master, partial(trial_of_place, place), request)
     await write_rows(
         master, lambda writer: name_file(writer, master.logged_runs, place, digest, size)
@@ -273,7 +264,7 @@ async def get_artifact(path: str, master: MasterOf) -> Response:
 async def list_artifacts(master: MasterOf, path: str = "") -> Response:
     """List files and directories in a directory."""
 
-    def find(connection: Connection) -> list[dict[str, Any]]:
+    def find(connection: sa.Connection) -> list[dict[str, Any]]:
         place = find_place(connection, path)
         return list_directory(connection, place, root=f"{place.path}/" if place.path else "")
 
@@ -293,7 +284,7 @@ async def delete_artifact(path: str, master: MasterOf, identity: IdentityOf) -> 
 @mlflow_router.api_route(_PROXY + "/presigned/{path:path}", methods=["GET"])
 async def refuse_parts(path: str) -> Response:
     """Refuse files in parts: the master itself takes and gives all of them."""
-    raise MlflowError("NOT_IMPLEMENTED", _NO_PARTS)
+    raise mlflow_calls.MlflowError("NOT_IMPLEMENTED", _NO_PARTS)
 
 
 async def _arguments(request: Request) -> dict[str, Any]:
@@ -312,16 +303,19 @@ async def _arguments(request: Request) -> dict[str, Any]:
     except (ValueError, RecursionError):
         sent = None
     if not isinstance(sent, dict):
-        raise invalid("The body of a call must be a JSON object.")
+        raise mlflow_calls.invalid("The body of a call must be a JSON object.")
     return found | sent
 
 
 async def _answer(
-    master: Master, identity: AccessIdentity, found: Endpoint, given: Fields
+    master: Master,
+    identity: AccessIdentity,
+    found: mlflow_calls.Endpoint,
+    given: mlflow_calls.Fields,
 ) -> bytes:
-    def answer(connection: Connection, transaction: Transaction | None = None) -> bytes:
-        call = Call(given=given, identity=identity, connection=connection, transaction=transaction,
-                    runs=master.logged_runs)  # fmt: skip
+    def answer(connection: sa.Connection, transaction: Transaction | None = None) -> bytes:
+        call = mlflow_calls.Call(given=given, identity=identity, connection=connection,
+                                 transaction=transaction, runs=master.logged_runs)  # fmt: skip
         return json.dumps(found.answer(call), separators=(",", ":")).encode()
 
     if found.writes:
@@ -329,6 +323,6 @@ async def _answer(
     return await asyncio.to_thread(_read, master, answer)
 
 
-def _read(master: Master, job: Callable[[Connection], Result]) -> Result:
+def _read(master: Master, job: Callable[[sa.Connection], Result]) -> Result:
     with master.database.read() as connection:
         return job(connection)

@@ -5,21 +5,12 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, select
+import sqlalchemy as sa
 
 from paceline._cluster.master.experiments.logged_runs import change_document
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.reach import sees_document
-from paceline._cluster.master.trackers.mlflow_calls import (
-    Call,
-    Fields,
-    chunks,
-    endpoint,
-    invalid,
-    missing,
-    page_of,
-    tag_list,
-)
+from paceline._cluster.master.trackers import mlflow_calls
 from paceline._cluster.master.trackers.mlflow_experiments import (
     ACTIVE,
     DELETED,
@@ -68,13 +59,15 @@ _MAX_SHOWN_NAME = 200
 
 # Made once: for each call it costs more to make than to run.
 _RUN = (
-    select(tables.documents)
+    sa.select(tables.documents)
     .join(tables.experiments, tables.experiments.c.id == tables.documents.c.experiment_id)
-    .where(tables.experiments.c.external_id == bindparam("run_id"), tables.documents.c.kind == RUN)
+    .where(
+        tables.experiments.c.external_id == sa.bindparam("run_id"), tables.documents.c.kind == RUN
+    )
 )
 
 
-def find_run(connection: Connection, run_id: str) -> Row[Any]:
+def find_run(connection: sa.Connection, run_id: str) -> sa.Row[Any]:
     """Return the document of a run.
 
     Raises:
@@ -82,17 +75,19 @@ def find_run(connection: Connection, run_id: str) -> Row[Any]:
     """
     found = connection.execute(_RUN, {"run_id": run_id}).first()
     if found is None or not sees_document(connection, found.experiment_id, found.project_id):
-        raise missing(f"Run with id={run_id[:200]} not found")
+        raise mlflow_calls.missing(f"Run with id={run_id[:200]} not found")
     return found
 
 
-def change_run(call: Call, run_id: str, change: Callable[[Content], Content]) -> Content:
+def change_run(
+    call: mlflow_calls.Call, run_id: str, change: Callable[[Content], Content]
+) -> Content:
     """Replace the content of an active run's document; return the new one."""
     return _change(call, find_run(call.connection, run_id), change)
 
 
-@endpoint("POST", "runs/create", writes=True)
-def _create(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "runs/create", writes=True)
+def _create(call: mlflow_calls.Call) -> dict[str, Any]:
     given = call.given
     project = given.text_or_none("experiment_id") or "0"
     experiment = read_experiment(call.connection, project)
@@ -102,7 +97,7 @@ def _create(call: Call) -> dict[str, Any]:
     tags = given.pairs("tags", longest=_MAX_TAG)
     name = given.text_or_none("run_name")
     if name and tags.get(_NAME_TAG, name) != name:
-        raise invalid(
+        raise mlflow_calls.invalid(
             "Both 'run_name' argument and 'mlflow.runName' tag are specified, but with different"
             f" values (run_name='{name}', mlflow.runName='{tags[_NAME_TAG]}')."
         )
@@ -138,19 +133,21 @@ def _create(call: Call) -> dict[str, Any]:
     return {"run": shown_run(run_id, content, [])}
 
 
-@endpoint("GET", "runs/get")
-def _get(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("GET", "runs/get")
+def _get(call: mlflow_calls.Call) -> dict[str, Any]:
     run_id = call.run_id()
     content = find_run(call.connection, run_id).content
     return {"run": shown_run(run_id, content, latest_metrics(call.connection, [run_id])[run_id])}
 
 
-@endpoint("POST", "runs/update", writes=True)
-def _update(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "runs/update", writes=True)
+def _update(call: mlflow_calls.Call) -> dict[str, Any]:
     run_id, given = call.run_id(), call.given
     status = given.text_or_none("status")
     if status is not None and status not in _STATUSES:
-        raise invalid(f"Invalid status {status[:100]!r}: it must be among {', '.join(_STATUSES)}.")
+        raise mlflow_calls.invalid(
+            f"Invalid status {status[:100]!r}: it must be among {', '.join(_STATUSES)}."
+        )
     name = given.text_or_none("run_name")
     end = given.integer("end_time", 0)
     _check_time("end_time", end)
@@ -174,36 +171,36 @@ def _update(call: Call) -> dict[str, Any]:
     return {"run_info": shown_run(run_id, content, [])["info"]}
 
 
-@endpoint("POST", "runs/delete", writes=True)
-def _delete(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "runs/delete", writes=True)
+def _delete(call: mlflow_calls.Call) -> dict[str, Any]:
     return _mark(call, DELETED)
 
 
-@endpoint("POST", "runs/restore", writes=True)
-def _restore(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "runs/restore", writes=True)
+def _restore(call: mlflow_calls.Call) -> dict[str, Any]:
     return _mark(call, ACTIVE)
 
 
-@endpoint("POST", "runs/log-metric", writes=True)
-def _log_metric(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "runs/log-metric", writes=True)
+def _log_metric(call: mlflow_calls.Call) -> dict[str, Any]:
     run_id = call.run_id()
     return _log(call, run_id, metrics=[read_metric(call.given)])
 
 
-@endpoint("POST", "runs/log-parameter", writes=True)
-def _log_parameter(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "runs/log-parameter", writes=True)
+def _log_parameter(call: mlflow_calls.Call) -> dict[str, Any]:
     return _log(call, call.run_id(), params=[_read_param(call.given)])
 
 
-@endpoint("POST", "runs/set-tag", writes=True)
-def _set_tag(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "runs/set-tag", writes=True)
+def _set_tag(call: mlflow_calls.Call) -> dict[str, Any]:
     run_id, key = call.run_id(), call.given.key()
     value = (call.given.text_or_none("value") or "")[:_MAX_TAG]
     return _log(call, run_id, tags={key: value})
 
 
-@endpoint("POST", "runs/log-batch", writes=True)
-def _log_batch(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "runs/log-batch", writes=True)
+def _log_batch(call: mlflow_calls.Call) -> dict[str, Any]:
     given, run_id = call.given, call.given.text("run_id")
     metrics = [read_metric(one) for one in given.items("metrics", _MAX_METRICS)]
     params = [_read_param(one) for one in given.items("params", _MAX_OTHERS)]
@@ -211,28 +208,28 @@ def _log_batch(call: Call) -> dict[str, Any]:
     tags = given.pairs("tags", longest=_MAX_TAG)
     total = len(metrics) + len(params) + len(tags)
     if total > _MAX_ALL:
-        raise invalid(
+        raise mlflow_calls.invalid(
             f"A batch logging request can contain at most {_MAX_ALL} metrics, params, and tags."
             f" Got {total}. Please split up across multiple requests and try again."
         )
     return _log(call, run_id, metrics=metrics, params=params, tags=tags)
 
 
-@endpoint("POST", "runs/delete-tag", writes=True)
-def _delete_tag(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "runs/delete-tag", writes=True)
+def _delete_tag(call: mlflow_calls.Call) -> dict[str, Any]:
     run_id, key = call.run_id(), call.given.text("key")
 
     def change(content: Content) -> Content:
         if key not in content["tags"]:
-            raise missing(f"No tag with name: {key[:300]} in run with id {run_id}")
+            raise mlflow_calls.missing(f"No tag with name: {key[:300]} in run with id {run_id}")
         return content | {"tags": {name: v for name, v in content["tags"].items() if name != key}}
 
     change_run(call, run_id, change)
     return {}
 
 
-@endpoint("POST", "runs/log-inputs", writes=True)
-def _log_inputs(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "runs/log-inputs", writes=True)
+def _log_inputs(call: mlflow_calls.Call) -> dict[str, Any]:
     datasets = [_read_dataset(one) for one in call.given.items("datasets", _MAX_ALL)]
     models = [{"model_id": one.text("model_id")} for one in call.given.items("models", _MAX_ALL)]
 
@@ -247,8 +244,8 @@ def _log_inputs(call: Call) -> dict[str, Any]:
     return {}
 
 
-@endpoint("POST", "runs/outputs", writes=True)
-def _log_outputs(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "runs/outputs", writes=True)
+def _log_outputs(call: mlflow_calls.Call) -> dict[str, Any]:
     models = [
         {"model_id": one.text("model_id"), "step": one.integer("step", 0)}
         for one in call.given.items("models", _MAX_ALL)
@@ -258,16 +255,18 @@ def _log_outputs(call: Call) -> dict[str, Any]:
     return {}
 
 
-@endpoint("POST", "runs/log-model", writes=True)
-def _log_model(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "runs/log-model", writes=True)
+def _log_model(call: mlflow_calls.Call) -> dict[str, Any]:
     text = call.given.text("model_json")
     try:
         model = json.loads(text)
         lacking = {"artifact_path", "flavors", "utc_time_created", "run_id"} - model.keys()
     except (ValueError, AttributeError, RecursionError):
-        raise invalid(f"Malformed model info. \n {text[:200]} \n is not a valid JSON.") from None
+        raise mlflow_calls.invalid(
+            f"Malformed model info. \n {text[:200]} \n is not a valid JSON."
+        ) from None
     if lacking:
-        raise invalid(f"Model json is missing mandatory fields: {lacking}")
+        raise mlflow_calls.invalid(f"Model json is missing mandatory fields: {lacking}")
 
     def change(content: Content) -> Content:
         known = json.loads(content["tags"].get(_MODELS_TAG, "[]"))
@@ -278,7 +277,7 @@ def _log_model(call: Call) -> dict[str, Any]:
 
 
 def _log(
-    call: Call,
+    call: mlflow_calls.Call,
     run_id: str,
     *,
     metrics: list[Metric] | None = None,
@@ -293,7 +292,7 @@ def _log(
         for key, value in params or ():
             stored = content["params"].get(key, value)
             if stored != value:
-                raise invalid(
+                raise mlflow_calls.invalid(
                     f"Changing param values is not allowed. Param with key='{key}' was already"
                     f" logged with value='{stored}' for run ID='{run_id}'. Attempted logging new"
                     f" value '{value}'."
@@ -312,7 +311,7 @@ def _log(
     return {}
 
 
-def _store(call: Call, row: Row[Any], content: Content) -> None:
+def _store(call: mlflow_calls.Call, row: sa.Row[Any], content: Content) -> None:
     """Store a run's new content, and what people see of it here."""
     change_document(call.connection, RUN, row.parent, row.name, lambda _: content)
     call.runs.set_hparams(
@@ -324,7 +323,9 @@ def _store(call: Call, row: Row[Any], content: Content) -> None:
     call.runs.relabel(call.writer, row.name, name=_shown_name(content), notes=notes)
 
 
-def _change(call: Call, row: Row[Any], change: Callable[[Content], Content]) -> Content:
+def _change(
+    call: mlflow_calls.Call, row: sa.Row[Any], change: Callable[[Content], Content]
+) -> Content:
     check_active("run", row.name, row.content["lifecycle_stage"])
     before = json.dumps(row.content)
     after = change(row.content)
@@ -333,7 +334,7 @@ def _change(call: Call, row: Row[Any], change: Callable[[Content], Content]) -> 
     return after
 
 
-def _mark(call: Call, stage: str) -> dict[str, Any]:
+def _mark(call: mlflow_calls.Call, stage: str) -> dict[str, Any]:
     """Mark a run as deleted or not: it stays here, as it does with MLflow."""
     row = find_run(call.connection, call.run_id())
     after = row.content | {"lifecycle_stage": stage}
@@ -341,12 +342,12 @@ def _mark(call: Call, stage: str) -> dict[str, Any]:
     return {}
 
 
-def _read_param(given: Fields) -> tuple[str, str]:
+def _read_param(given: mlflow_calls.Fields) -> tuple[str, str]:
     key, value = given.key(), given.text_or_none("value") or ""
     return key, value[:_MAX_PARAM]
 
 
-def _read_dataset(given: Fields) -> dict[str, Any]:
+def _read_dataset(given: mlflow_calls.Fields) -> dict[str, Any]:
     found = given.item("dataset")
     names = ("name", "digest", "source_type", "source")
     dataset = {name: found.text(name) for name in names}
@@ -354,7 +355,7 @@ def _read_dataset(given: Fields) -> dict[str, Any]:
         if found.has(name):
             dataset[name] = found.text_or_none(name) or ""
     tags = given.pairs("tags", longest=_MAX_TAG, is_key=False)
-    return {"tags": tag_list(tags), "dataset": dataset}
+    return {"tags": mlflow_calls.tag_list(tags), "dataset": dataset}
 
 
 def _dataset_key(dataset: Mapping[str, Any]) -> tuple[str, str]:
@@ -364,15 +365,17 @@ def _dataset_key(dataset: Mapping[str, Any]) -> tuple[str, str]:
 def _check_unique(keys: list[str]) -> None:
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
-        raise invalid(f"Duplicate parameter keys have been submitted: {twice}. Please ensure the"
-                      " request contains only one param value per param key.")  # fmt: skip
+        raise mlflow_calls.invalid(
+            f"Duplicate parameter keys have been submitted: {twice}. Please ensure the request"
+            " contains only one param value per param key."
+        )
 
 
 def _check_time(name: str, value: int) -> None:
     # Until the year 9999.
     if not 0 <= value <= 253_402_300_799_000:
-        raise invalid(f"Invalid value {value} for parameter '{name}' supplied: it must be"
-                      " milliseconds since 1970.")  # fmt: skip
+        raise mlflow_calls.invalid(f"Invalid value {value} for parameter '{name}' supplied: it must"
+                                   " be milliseconds since 1970.")  # fmt: skip
 
 
 def _shown_name(content: Content) -> str:
@@ -391,8 +394,8 @@ def shown_run(run_id: str, content: Content, metrics: list[dict[str, Any]]) -> d
         "info": {"run_id": run_id, "run_uuid": run_id, **info},
         "data": {
             "metrics": metrics,
-            "params": tag_list(content["params"]),
-            "tags": tag_list(content["tags"]),
+            "params": mlflow_calls.tag_list(content["params"]),
+            "tags": mlflow_calls.tag_list(content["tags"]),
         },
         "inputs": {
             "dataset_inputs": content["datasets"],
@@ -416,8 +419,8 @@ _SEARCHABLE = SearchableNames(
 )  # fmt: skip
 
 
-@endpoint("POST", "runs/search", lists=True)
-def _search(call: Call) -> dict[str, Any]:
+@mlflow_calls.endpoint("POST", "runs/search", lists=True)
+def _search(call: mlflow_calls.Call) -> dict[str, Any]:
     given = call.given
     # Checked before anything is read: a broken filter is refused where there is no run, too.
     parse_filter(given.text_or_none("filter"), _SEARCHABLE)
@@ -425,9 +428,9 @@ def _search(call: Call) -> dict[str, Any]:
     documents = tables.documents.c
     found = [
         (row.name, row.content)
-        for part in chunks(given.texts("experiment_ids"))
+        for part in mlflow_calls.chunks(given.texts("experiment_ids"))
         for row in call.connection.execute(
-            select(documents.name, documents.content).where(
+            sa.select(documents.name, documents.content).where(
                 documents.kind == RUN, documents.parent.in_(part)
             )
         )
@@ -437,7 +440,7 @@ def _search(call: Call) -> dict[str, Any]:
     found = select_rows(found, given.text_or_none("filter"), _SEARCHABLE, look_up)
     orders = [*given.texts("order_by"), "start_time DESC", "run_id ASC"]
     found = sort_rows(found, orders, _SEARCHABLE, look_up)
-    page, token = page_of(given, found, default=1000, most=_MAX_LISTED)
+    page, token = mlflow_calls.page_of(given, found, default=1000, most=_MAX_LISTED)
     metrics = latest_metrics(call.connection, [run_id for run_id, _ in page])
     return {"runs": [shown_run(run_id, one, metrics[run_id]) for run_id, one in page], **token}
 
@@ -445,7 +448,7 @@ def _search(call: Call) -> dict[str, Any]:
 class _RunLookup:
     """What filters and orders compare of runs; each metric is read for all runs at once."""
 
-    def __init__(self, connection: Connection, run_ids: list[str]) -> None:
+    def __init__(self, connection: sa.Connection, run_ids: list[str]) -> None:
         self._connection = connection
         self._run_ids = run_ids
         self._metrics: dict[str, dict[str, float]] = {}
@@ -472,9 +475,9 @@ class _RunLookup:
             documents = tables.documents.c
             self._metrics[key] = {
                 row.parent: float(row.content["value"])
-                for part in chunks(self._run_ids)
+                for part in mlflow_calls.chunks(self._run_ids)
                 for row in self._connection.execute(
-                    select(documents.parent, documents.content).where(
+                    sa.select(documents.parent, documents.content).where(
                         documents.kind == METRIC_KIND,
                         documents.parent.in_(part),
                         documents.name == key,

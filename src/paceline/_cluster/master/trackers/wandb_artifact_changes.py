@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from sqlalchemy import func, literal, update
+import sqlalchemy as sa
 
 from paceline._cluster.master.experiments.logged_runs import change_document, get_document
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
@@ -18,6 +18,7 @@ from paceline._cluster.master.store.run_files import (
     list_files,
     put_file,
 )
+from paceline._cluster.master.trackers import wandb_runs
 from paceline._cluster.master.trackers.wandb_artifacts import (
     ARTIFACT,
     CLIENT_ID,
@@ -34,24 +35,12 @@ from paceline._cluster.master.trackers.wandb_artifacts import (
     read_manifest,
 )
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError
-from paceline._cluster.master.trackers.wandb_runs import (
-    Asked,
-    Fields,
-    RunPlace,
-    checked_name,
-    checked_place,
-    decode_id,
-    encode_id,
-    signed_url,
-    stored_path,
-    upsert_project,
-)
 from paceline._cluster.master.trackers.wandb_values import storable
 
 _MAX_METADATA = 1024 * 1024
 
 
-def mutation_fields(asked: Asked) -> Fields:
+def mutation_fields(asked: wandb_runs.Asked) -> wandb_runs.Fields:
     """Return the fields of a mutation that are about artifacts."""
     return {
         "createArtifact": partial(_create, asked),
@@ -67,16 +56,16 @@ def mutation_fields(asked: Asked) -> Fields:
     }
 
 
-def _known(asked: Asked, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _known(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the number and the document of the artifact that a mutation names."""
-    number = decode_id(given.get("artifactID"), "Artifact")[0]
+    number = wandb_runs.decode_id(given.get("artifactID"), "Artifact")[0]
     document = artifact_document(asked, number)
     if document is None:
         raise NotFoundError(f"There is no artifact {given.get('artifactID')!r:.200}.")
     return number, document
 
 
-def _store(asked: Asked, number: str, document: dict[str, Any]) -> None:
+def _store(asked: wandb_runs.Asked, number: str, document: dict[str, Any]) -> None:
     connection = asked.writer.connection
     change_document(
         connection, ARTIFACT, "", number, lambda _: document,
@@ -84,7 +73,7 @@ def _store(asked: Asked, number: str, document: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def _change_collection(asked: Asked, document: Mapping[str, Any], change: Any) -> Any:
+def _change_collection(asked: wandb_runs.Asked, document: Mapping[str, Any], change: Any) -> Any:
     return change_document(
         asked.writer.connection, COLLECTION, document["parent"], document["collection"], change
     )
@@ -104,13 +93,20 @@ def _aliases(given: Mapping[str, Any]) -> list[str]:
     return [str(storable(alias))[:200] for alias in found[:1000] if alias]
 
 
-def _create(asked: Asked, given: Mapping[str, Any]) -> Fields:
+def _create(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> wandb_runs.Fields:
     names = given.get("artifactCollectionName") or given.get("artifactCollectionNames")
-    name = checked_name(names[0] if isinstance(names, list) and names else names, "")
-    place = checked_place(given.get("entityName"), given.get("projectName"), given.get("runName"))
+    name = wandb_runs.checked_name(names[0] if isinstance(names, list) and names else names, "")
+    place = wandb_runs.checked_place(
+        given.get("entityName"), given.get("projectName"), given.get("runName")
+    )
     _, run = asked.known_run(place)
     kind, digest = str(given.get("artifactTypeName"))[:200], str(given.get("digest"))[:200]
-    new: Fields = {"type": kind, "created": time.time(), "description": None, "aliases": {}}
+    new: wandb_runs.Fields = {
+        "type": kind,
+        "created": time.time(),
+        "description": None,
+        "aliases": {},
+    }
     new |= {"versions": [], "digests": {}}
     known = get_document(asked.connection, COLLECTION, place.parent, name) or new
     if known["type"] != kind:
@@ -118,7 +114,7 @@ def _create(asked: Asked, given: Mapping[str, Any]) -> Fields:
             f"The artifact {name!r} must have the type {known['type']!r}, as before, but got"
             f" {kind!r}."
         )
-    upsert_project(asked, place.entity, place.project)
+    wandb_runs.upsert_project(asked, place.entity, place.project)
     number = known["digests"].get(digest)
     document = None if number is None else artifact_document(asked, number)
     aliases = _aliases(given)
@@ -155,23 +151,23 @@ def _create(asked: Asked, given: Mapping[str, Any]) -> Fields:
     return {"artifact": artifact_view(asked, number, document)}
 
 
-def _create_manifest(asked: Asked, given: Mapping[str, Any]) -> Fields:
+def _create_manifest(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> wandb_runs.Fields:
     if given.get("artifactManifestID") is not None:
-        number = decode_id(given["artifactManifestID"], "ArtifactManifest")[0]
-        given = {"artifactID": encode_id("Artifact", number)}
+        number = wandb_runs.decode_id(given["artifactManifestID"], "ArtifactManifest")[0]
+        given = {"artifactID": wandb_runs.encode_id("Artifact", number)}
     number, document = _known(asked, given)
     path = f"{UPLOADS}/{number}/manifest.json"
-    url = signed_url(asked, "PUT", document["trial_id"], path)
-    identity = encode_id("ArtifactManifest", number)
+    url = wandb_runs.signed_url(asked, "PUT", document["trial_id"], path)
+    identity = wandb_runs.encode_id("ArtifactManifest", number)
     file = {"id": identity, "uploadUrl": url, "uploadHeaders": []}
     return {"artifactManifest": {"id": identity, "file": file}}
 
 
-def _create_files(asked: Asked, given: Mapping[str, Any]) -> Fields:
+def _create_files(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> wandb_runs.Fields:
     edges, bases = [], {}
     for each in given.get("artifactFiles") or ():
         number, document = _known(asked, each)
-        path = f"{UPLOADS}/{number}/files/{stored_path(str(each.get('name')))}"
+        path = f"{UPLOADS}/{number}/files/{wandb_runs.stored_path(str(each.get('name')))}"
         if number not in bases:
             if not bytes_left(asked.connection, document["trial_id"]):
                 # A refused upload would tell the client nothing but that it has failed.
@@ -180,20 +176,26 @@ def _create_files(asked: Asked, given: Mapping[str, Any]) -> Fields:
         known = bases[number].get((each.get("name"), each.get("md5")))
         url = None
         if known is None:
-            url = signed_url(asked, "PUT", document["trial_id"], path)
+            url = wandb_runs.signed_url(asked, "PUT", document["trial_id"], path)
         else:
-            _, run = asked.known_run(RunPlace(*document["run"]))
+            _, run = asked.known_run(wandb_runs.RunPlace(*document["run"]))
             row = get_file(asked.connection, *known)
             assert row is not None
             put_file(asked.connection, run.trial, path, row.digest, row.size, row.media_type)
-        identity = encode_id("Artifact", number)
+        identity = wandb_runs.encode_id("Artifact", number)
         node = {"name": each.get("name"), "storagePath": path, "uploadUrl": url}
-        node |= {"id": encode_id("File", path), "uploadHeaders": [], "uploadMultipartUrls": None}
+        node |= {
+            "id": wandb_runs.encode_id("File", path),
+            "uploadHeaders": [],
+            "uploadMultipartUrls": None,
+        }
         edges.append({"node": node | {"artifact": {"id": identity}}})
     return {"files": {"edges": edges}}
 
 
-def _base(asked: Asked, document: Mapping[str, Any]) -> dict[tuple[str, str], tuple[int, str]]:
+def _base(
+    asked: wandb_runs.Asked, document: Mapping[str, Any]
+) -> dict[tuple[str, str], tuple[int, str]]:
     """Return where the files of the newest version lie, by name and MD5: no need to send them."""
     collection = get_document(
         asked.connection, COLLECTION, document["parent"], document["collection"]
@@ -212,7 +214,7 @@ def _base(asked: Asked, document: Mapping[str, Any]) -> dict[tuple[str, str], tu
     }
 
 
-def _commit(asked: Asked, given: Mapping[str, Any]) -> Fields:
+def _commit(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> wandb_runs.Fields:
     number, document = _known(asked, given)
     if document["state"] == "PENDING":
         trial_id = document["trial_id"]
@@ -247,19 +249,21 @@ def _add_version(number: str, document: Mapping[str, Any], collection: Any) -> A
     return collection
 
 
-def _move(asked: Asked, trial_id: int, before: str, after: str) -> None:
+def _move(asked: wandb_runs.Asked, trial_id: int, before: str, after: str) -> None:
     """Give the files whose paths begin with `before` paths that begin with `after`."""
     files = tables.run_files
     where = (files.c.path >= before, files.c.path < before + "\U0010ffff")
-    moved = literal(after).concat(func.substr(files.c.path, len(before) + 1))
-    statement = update(files).where(files.c.trial_id == trial_id, *where).values(path=moved)
+    moved = sa.literal(after).concat(sa.func.substr(files.c.path, len(before) + 1))
+    statement = sa.update(files).where(files.c.trial_id == trial_id, *where).values(path=moved)
     asked.writer.connection.execute(statement)
 
 
-def _use(asked: Asked, given: Mapping[str, Any]) -> Fields:
+def _use(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> wandb_runs.Fields:
     asked.check_may_list()
     number, document = _known(asked, given)
-    place = checked_place(given.get("entityName"), given.get("projectName"), given.get("runName"))
+    place = wandb_runs.checked_place(
+        given.get("entityName"), given.get("projectName"), given.get("runName")
+    )
     _, run = asked.known_run(place)
     change_document(
         asked.connection, USE, "/".join(place), number, lambda _: True,
@@ -268,7 +272,7 @@ def _use(asked: Asked, given: Mapping[str, Any]) -> Fields:
     return {"artifact": artifact_view(asked, number, document)}
 
 
-def _update(asked: Asked, given: Mapping[str, Any]) -> Fields:
+def _update(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> wandb_runs.Fields:
     number, document = _known(asked, given)
     for name, limit in (("description", 65536), ("metadata", _MAX_METADATA)):
         if given.get(name) is not None:
@@ -289,7 +293,9 @@ def _update(asked: Asked, given: Mapping[str, Any]) -> Fields:
     return {"artifact": artifact_view(asked, number, document)}
 
 
-def _change_aliases(asked: Asked, is_added: bool, given: Mapping[str, Any]) -> Fields:
+def _change_aliases(
+    asked: wandb_runs.Asked, is_added: bool, given: Mapping[str, Any]
+) -> wandb_runs.Fields:
     number, document = _known(asked, given)
     names = _aliases(given)
     added = dict.fromkeys(names, number) if is_added else {}
@@ -306,7 +312,7 @@ def _change_aliases(asked: Asked, is_added: bool, given: Mapping[str, Any]) -> F
     return {"success": True}
 
 
-def _delete(asked: Asked, given: Mapping[str, Any]) -> Fields:
+def _delete(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> wandb_runs.Fields:
     asked.check_may_list()
     number, document = _known(asked, given)
     collection = get_document(
@@ -331,4 +337,4 @@ def _delete(asked: Asked, given: Mapping[str, Any]) -> Fields:
     statement = files.delete().where(files.c.trial_id == document["trial_id"], *where)
     asked.connection.execute(statement)
     change_document(asked.connection, ARTIFACT, "", number, lambda _: None)
-    return {"artifact": {"id": encode_id("Artifact", number)}}
+    return {"artifact": {"id": wandb_runs.encode_id("Artifact", number)}}

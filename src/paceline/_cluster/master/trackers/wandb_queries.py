@@ -7,39 +7,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Row, delete, select
+import sqlalchemy as sa
 
 from paceline._base.journal_records import AlertRaised
 from paceline._cluster.master.experiments.logged_runs import get_document, list_documents
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.row_ids_and_counts import update_experiment
-from paceline._cluster.master.trackers import wandb_artifact_changes
+from paceline._cluster.master.trackers import wandb_artifact_changes, wandb_runs
 from paceline._cluster.master.trackers import wandb_artifacts as artifacts
 from paceline._cluster.master.trackers import wandb_sweeps as sweeps
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError, chosen_runs, page
-from paceline._cluster.master.trackers.wandb_runs import (
-    ENTITY,
-    PROJECT,
-    RUN,
-    Asked,
-    RunPlace,
-    checked_name,
-    checked_place,
-    config_values,
-    decode_id,
-    encode_id,
-    file_rows,
-    files_page,
-    forget_run,
-    iso_time,
-    log_lines,
-    signed_url,
-    state_of,
-    store_run,
-    stored_path,
-    upsert_project,
-    upsert_run,
-)
 from paceline._cluster.master.trackers.wandb_streams import (
     EVENTS,
     HISTORY,
@@ -65,17 +42,21 @@ _MAX_FILES = 10_000
 Fields = dict[str, Any]
 
 
-def query_fields(asked: Asked) -> Fields:
+def query_fields(asked: wandb_runs.Asked) -> Fields:
     """Return the fields of a query, by name."""
 
     def project(arguments: Mapping[str, Any]) -> Fields | None:
-        entity = checked_name(arguments.get("entityName"), ENTITY)
-        return project_view(asked, entity, checked_name(arguments.get("name"), "uncategorized"))
+        entity = wandb_runs.checked_name(arguments.get("entityName"), wandb_runs.ENTITY)
+        return project_view(
+            asked, entity, wandb_runs.checked_name(arguments.get("name"), "uncategorized")
+        )
 
     return {
         "viewer": lambda _: _viewer(asked),
         "serverInfo": lambda _: _server_info(),
-        "entity": lambda given: _entity(asked, checked_name(given.get("name"), ENTITY)),
+        "entity": lambda given: _entity(
+            asked, wandb_runs.checked_name(given.get("name"), wandb_runs.ENTITY)
+        ),
         "organization": lambda _: None,
         "project": project,
         "model": project,
@@ -85,7 +66,7 @@ def query_fields(asked: Asked) -> Fields:
     }
 
 
-def mutation_fields(asked: Asked) -> Fields:
+def mutation_fields(asked: wandb_runs.Asked) -> Fields:
     """Return the fields of a mutation, by name; each has its arguments in `input`."""
     fields: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         "upsertBucket": partial(_upsert_bucket, asked),
@@ -121,17 +102,17 @@ def _number_of(*names: str) -> int:
     return zlib.crc32("/".join(names).encode())
 
 
-def _viewer(asked: Asked) -> Fields:
+def _viewer(asked: wandb_runs.Asked) -> Fields:
     return {
-        "id": encode_id("User", asked.user),
-        "entity": ENTITY,
+        "id": wandb_runs.encode_id("User", asked.user),
+        "entity": wandb_runs.ENTITY,
         "username": asked.user,
         "name": asked.user,
         "email": "",
         "admin": False,
         "flags": "{}",
         "deletedAt": None,
-        "teams": {"edges": [{"node": {"name": ENTITY}}]},
+        "teams": {"edges": [{"node": {"name": wandb_runs.ENTITY}}]},
         "apiKeys": {"edges": []},
         "organizations": [],
     }
@@ -151,9 +132,9 @@ def _server_info() -> Fields:
     }
 
 
-def _entity(asked: Asked, name: str) -> Fields:
+def _entity(asked: wandb_runs.Asked, name: str) -> Fields:
     return {
-        "id": encode_id("Entity", name),
+        "id": wandb_runs.encode_id("Entity", name),
         "name": name,
         "isTeam": False,
         "available": False,
@@ -163,35 +144,35 @@ def _entity(asked: Asked, name: str) -> Fields:
     }
 
 
-def _projects(asked: Asked, arguments: Mapping[str, Any]) -> Fields:
+def _projects(asked: wandb_runs.Asked, arguments: Mapping[str, Any]) -> Fields:
     asked.check_may_list()
-    entity = checked_name(arguments.get("entityName"), ENTITY)
-    rows = list_documents(asked.connection, PROJECT, entity)
+    entity = wandb_runs.checked_name(arguments.get("entityName"), wandb_runs.ENTITY)
+    rows = list_documents(asked.connection, wandb_runs.PROJECT, entity)
     return page(rows, arguments, lambda row: project_view(asked, entity, row.name))
 
 
-def project_view(asked: Asked, entity: str, name: str) -> Fields | None:
+def project_view(asked: wandb_runs.Asked, entity: str, name: str) -> Fields | None:
     """Return the fields of a project, None if there is no such project."""
-    document = get_document(asked.connection, PROJECT, entity, name)
+    document = get_document(asked.connection, wandb_runs.PROJECT, entity, name)
     if document is None:
         return None
 
     def run(arguments: Mapping[str, Any]) -> Fields | None:
         if arguments.get("name") in (None, ""):
             return None
-        place = RunPlace(entity, name, checked_name(arguments["name"], ""))
+        place = wandb_runs.RunPlace(entity, name, wandb_runs.checked_name(arguments["name"], ""))
         found = asked.document(place)
         return None if found is None else run_view(asked, place, found)
 
     return {
         "__typename": "Project",
-        "id": encode_id("Project", "v1", name, entity),
-        "internalId": encode_id("ProjectInternalId", str(_number_of(entity, name))),
+        "id": wandb_runs.encode_id("Project", "v1", name, entity),
+        "internalId": wandb_runs.encode_id("ProjectInternalId", str(_number_of(entity, name))),
         "name": name,
         "entityName": entity,
-        "entity": {"id": encode_id("Entity", entity), "name": entity},
+        "entity": {"id": wandb_runs.encode_id("Entity", entity), "name": entity},
         "description": document.get("description"),
-        "createdAt": iso_time(document["created"]),
+        "createdAt": wandb_runs.iso_time(document["created"]),
         "isBenchmark": False,
         "readOnly": False,
         "access": "PRIVATE",
@@ -208,32 +189,40 @@ def project_view(asked: Asked, entity: str, name: str) -> Fields | None:
     }
 
 
-def _runs(asked: Asked, entity: str, project: str, arguments: Mapping[str, Any]) -> Fields:
+def _runs(
+    asked: wandb_runs.Asked, entity: str, project: str, arguments: Mapping[str, Any]
+) -> Fields:
     def show(found: Mapping[str, Any]) -> Fields:
-        place = RunPlace(entity, project, found["name"])
+        place = wandb_runs.RunPlace(entity, project, found["name"])
         return run_view(asked, place, found["document"], found["attempt"])
 
     return page(_chosen(asked, entity, project, arguments), arguments, show)
 
 
-def _sweep(asked: Asked, entity: str, project: str, arguments: Mapping[str, Any]) -> Fields | None:
-    name = checked_name(arguments.get("sweepName"), "-")
-    place = RunPlace(entity, project, name)
+def _sweep(
+    asked: wandb_runs.Asked, entity: str, project: str, arguments: Mapping[str, Any]
+) -> Fields | None:
+    name = wandb_runs.checked_name(arguments.get("sweepName"), "-")
+    place = wandb_runs.RunPlace(entity, project, name)
     document = get_document(asked.connection, sweeps.SWEEP, place.parent, name)
     return None if document is None else _sweep_view(asked, place, document)
 
 
-def _sweeps(asked: Asked, entity: str, project: str, arguments: Mapping[str, Any]) -> Fields:
+def _sweeps(
+    asked: wandb_runs.Asked, entity: str, project: str, arguments: Mapping[str, Any]
+) -> Fields:
     asked.check_may_list()
     rows = list_documents(asked.connection, sweeps.SWEEP, f"{entity}/{project}")
 
-    def show(row: Row[Any]) -> Fields:
-        return _sweep_view(asked, RunPlace(entity, project, row.name), row.content)
+    def show(row: sa.Row[Any]) -> Fields:
+        return _sweep_view(asked, wandb_runs.RunPlace(entity, project, row.name), row.content)
 
     return page(rows, arguments, show)
 
 
-def _sweep_view(asked: Asked, place: RunPlace, document: Mapping[str, Any]) -> Fields:
+def _sweep_view(
+    asked: wandb_runs.Asked, place: wandb_runs.RunPlace, document: Mapping[str, Any]
+) -> Fields:
     def runs(arguments: Mapping[str, Any]) -> Fields:
         wanted = {**arguments, "filters": json.dumps({"sweep": place.name})}
         return _runs(asked, place.entity, place.project, wanted)
@@ -246,10 +235,10 @@ def _sweep_view(asked: Asked, place: RunPlace, document: Mapping[str, Any]) -> F
 
 
 def _chosen(
-    asked: Asked, entity: str, project: str, arguments: Mapping[str, Any]
+    asked: wandb_runs.Asked, entity: str, project: str, arguments: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
     asked.check_may_list()
-    rows = list_documents(asked.connection, RUN, f"{entity}/{project}")
+    rows = list_documents(asked.connection, wandb_runs.RUN, f"{entity}/{project}")
     attempts = _newest_attempts(asked)
     found = []
     for row in rows:
@@ -257,23 +246,32 @@ def _chosen(
         beat = document["created"] if attempt is None else attempt.last_record_at
         fields = {key: document.get(key) for key in ("displayName", "tags", "group", "jobType")}
         fields |= {"name": row.name, "document": document, "attempt": attempt}
-        fields |= {"state": state_of(attempt), "createdAt": iso_time(document["created"])}
-        fields |= {"heartbeatAt": iso_time(beat or document["created"])}
-        fields |= {"config": config_values(document), "summaryMetrics": document["summary"]}
+        fields |= {
+            "state": wandb_runs.state_of(attempt),
+            "createdAt": wandb_runs.iso_time(document["created"]),
+        }
+        fields |= {"heartbeatAt": wandb_runs.iso_time(beat or document["created"])}
+        fields |= {
+            "config": wandb_runs.config_values(document),
+            "summaryMetrics": document["summary"],
+        }
         found.append(fields | {"user": document.get("user"), "sweep": document.get("sweep")})
     return chosen_runs(found, arguments.get("filters"), arguments.get("order"))
 
 
-def _newest_attempts(asked: Asked) -> dict[int, Row[Any]]:
+def _newest_attempts(asked: wandb_runs.Asked) -> dict[int, sa.Row[Any]]:
     """Return the newest attempt of each run of a W&B client by its experiment."""
     attempts, documents = tables.attempts, tables.documents
-    ids = select(documents.c.experiment_id).where(documents.c.kind == RUN)
-    query = select(attempts).where(attempts.c.experiment_id.in_(ids)).order_by(attempts.c.number)
+    ids = sa.select(documents.c.experiment_id).where(documents.c.kind == wandb_runs.RUN)
+    query = sa.select(attempts).where(attempts.c.experiment_id.in_(ids)).order_by(attempts.c.number)
     return {row.experiment_id: row for row in asked.connection.execute(query)}
 
 
 def run_view(
-    asked: Asked, place: RunPlace, document: Mapping[str, Any], attempt: Row[Any] | None = None
+    asked: wandb_runs.Asked,
+    place: wandb_runs.RunPlace,
+    document: Mapping[str, Any],
+    attempt: sa.Row[Any] | None = None,
 ) -> Fields:
     """Return the fields of a run."""
     run = asked.run(document)
@@ -312,11 +310,11 @@ def run_view(
         "commit": document.get("commit"),
         "host": document.get("host"),
         "sweepName": document.get("sweep"),
-        "state": state_of(attempt),
+        "state": wandb_runs.state_of(attempt),
         "stopped": bool(document.get("should_stop")),
         "readOnly": False,
-        "createdAt": iso_time(document["created"]),
-        "heartbeatAt": iso_time(attempt.last_record_at or document["created"]),
+        "createdAt": wandb_runs.iso_time(document["created"]),
+        "heartbeatAt": wandb_runs.iso_time(attempt.last_record_at or document["created"]),
         "projectId": str(_number_of(place.entity, place.project)),
         "project": lambda _: project_view(asked, place.entity, place.project),
         "user": {"name": document.get("user"), "username": document.get("user")},
@@ -336,9 +334,9 @@ def run_view(
         "events": events,
         "sampledHistory": sampled,
         "parquetHistory": {"parquetUrls": [], "liveData": [{"_step": 0}]},
-        "files": partial(files_page, asked, trial_id),
-        "fileCount": lambda _: len(file_rows(asked, trial_id, {})),
-        "logLines": partial(log_lines, asked, trial_id),
+        "files": partial(wandb_runs.files_page, asked, trial_id),
+        "fileCount": lambda _: len(wandb_runs.file_rows(asked, trial_id, {})),
+        "logLines": partial(wandb_runs.log_lines, asked, trial_id),
         **artifacts.run_fields(asked, place),
     }
 
@@ -375,59 +373,65 @@ def _sampled(rows: list[Fields], samples: Any) -> list[Fields]:
 # ---- mutations ---------------------------------------------------------------------------------
 
 
-def _upsert_bucket(asked: Asked, given: Mapping[str, Any]) -> Fields:
-    place, is_new = upsert_run(asked, given)
+def _upsert_bucket(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> Fields:
+    place, is_new = wandb_runs.upsert_run(asked, given)
     document, _ = asked.known_run(place)
     return {"bucket": run_view(asked, place, document), "inserted": is_new}
 
 
-def _upsert_model(asked: Asked, given: Mapping[str, Any]) -> Fields:
-    entity = checked_name(given.get("entityName"), ENTITY)
-    name = checked_name(given.get("name"), "uncategorized")
-    is_new = get_document(asked.connection, PROJECT, entity, name) is None
+def _upsert_model(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> Fields:
+    entity = wandb_runs.checked_name(given.get("entityName"), wandb_runs.ENTITY)
+    name = wandb_runs.checked_name(given.get("name"), "uncategorized")
+    is_new = get_document(asked.connection, wandb_runs.PROJECT, entity, name) is None
     description = given.get("description")
     changed = {"description": str(storable(description))[:4096]} if description else {}
-    upsert_project(asked, entity, name, **changed)
+    wandb_runs.upsert_project(asked, entity, name, **changed)
     view = project_view(asked, entity, name)
     return {"project": view, "model": view, "inserted": is_new}
 
 
-def _upsert_sweep(asked: Asked, given: Mapping[str, Any]) -> Fields:
+def _upsert_sweep(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> Fields:
     place, document, warnings = sweeps.upsert_sweep(asked, given)
     view = _sweep_view(asked, place, document)
     return {"sweep": view, "configValidationWarnings": warnings}
 
 
-def _named_run(given: Mapping[str, Any]) -> RunPlace:
+def _named_run(given: Mapping[str, Any]) -> wandb_runs.RunPlace:
     if not given.get("runName"):
         raise GraphqlError("`runName` must name a run, but is missing.")
-    return checked_place(given.get("entityName"), given.get("projectName"), given["runName"])
+    return wandb_runs.checked_place(
+        given.get("entityName"), given.get("projectName"), given["runName"]
+    )
 
 
-def _create_run_files(asked: Asked, given: Mapping[str, Any]) -> Fields:
+def _create_run_files(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> Fields:
     place = _named_run(given)
     _, run = asked.known_run(place)
     names = [name for name in given.get("files") or () if isinstance(name, str)]
     files = []
     for name in names[:_MAX_FILES]:
-        path = stored_path(name)
-        files.append({"name": name, "uploadUrl": signed_url(asked, "PUT", run.trial.id, path)})
+        path = wandb_runs.stored_path(name)
+        files.append(
+            {"name": name, "uploadUrl": wandb_runs.signed_url(asked, "PUT", run.trial.id, path)}
+        )
     return {"runID": place.id, "uploadHeaders": [], "files": files}
 
 
-def _delete_files(asked: Asked, given: Mapping[str, Any]) -> Fields:
+def _delete_files(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> Fields:
     files = tables.run_files.c
     asked.check_may_list()
-    known = select(tables.documents.c.experiment_id).where(tables.documents.c.kind == RUN)
+    known = sa.select(tables.documents.c.experiment_id).where(
+        tables.documents.c.kind == wandb_runs.RUN
+    )
     for text in given.get("files") or ():
-        trial_id, *parts = decode_id(text, "File")
+        trial_id, *parts = wandb_runs.decode_id(text, "File")
         where = (files.trial_id == int(trial_id), files.path == ":".join(parts))
-        statement = delete(tables.run_files).where(*where, files.experiment_id.in_(known))
+        statement = sa.delete(tables.run_files).where(*where, files.experiment_id.in_(known))
         asked.connection.execute(statement)
     return {"success": True}
 
 
-def _alert(asked: Asked, given: Mapping[str, Any]) -> Fields:
+def _alert(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> Fields:
     _, run = asked.known_run(_named_run(given))
     levels = {"WARN": "warn", "ERROR": "error"}
     title, text = (str(storable(given.get(name) or ""))[:4096] for name in ("title", "text"))
@@ -437,19 +441,19 @@ def _alert(asked: Asked, given: Mapping[str, Any]) -> Fields:
     return {"success": True}
 
 
-def _delete_run(asked: Asked, given: Mapping[str, Any]) -> Fields:
+def _delete_run(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> Fields:
     """Archive the experiment of a run, whose name is free then."""
     asked.check_may_list()
-    place = RunPlace.from_id(given.get("id"))
+    place = wandb_runs.RunPlace.from_id(given.get("id"))
     document, run = asked.known_run(place)
     asked.master.logged_runs.finish(asked.writer, document["run_id"], "completed")
     update_experiment(asked.connection, run.experiment_id, is_archived=True)
-    forget_run(asked, place)
+    wandb_runs.forget_run(asked, place)
     return {"clientMutationId": None}
 
 
-def _update_run_state(asked: Asked, given: Mapping[str, Any]) -> Fields:
-    document, _ = asked.known_run(RunPlace.from_id(given.get("id")))
+def _update_run_state(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> Fields:
+    document, _ = asked.known_run(wandb_runs.RunPlace.from_id(given.get("id")))
     if given.get("state") != "failed":
         raise GraphqlError(
             f"A run can be set to `failed` only, but got {given.get('state')!r:.50}."
@@ -463,8 +467,8 @@ def _refuse(what: str, hint: str, _: Mapping[str, Any]) -> None:
     raise GraphqlError(f"{what} of W&B are not served here. Hint: {hint}")
 
 
-def _stop_run(asked: Asked, given: Mapping[str, Any]) -> Fields:
-    place = RunPlace.from_id(given.get("id"))
+def _stop_run(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> Fields:
+    place = wandb_runs.RunPlace.from_id(given.get("id"))
     document, _ = asked.known_run(place)
-    store_run(asked, place, document | {"should_stop": True})
+    wandb_runs.store_run(asked, place, document | {"should_stop": True})
     return {"success": True}

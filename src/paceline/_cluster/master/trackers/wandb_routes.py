@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import sqlalchemy as sa
 from fastapi import Request, Response
-from sqlalchemy import Connection, Row
 
 from paceline._cluster.master.api.access_guard import AccessIdentity, IdentityOf
 from paceline._cluster.master.api.file_routes import name_file, receive_file, send_file
@@ -82,7 +82,7 @@ def _asked(
     request: Request,
     master: Master,
     identity: AccessIdentity | None,
-    connection: Connection,
+    connection: sa.Connection,
     transaction: Transaction | None,
 ) -> Asked:
     return Asked(
@@ -147,7 +147,7 @@ async def _body(request: Request) -> bytes:
 async def store_file(trial_id: int, path: str, request: Request, master: MasterOf) -> Response:
     """Store a file of a run; the guard has checked the signature of the URL."""
 
-    def find(connection: Connection) -> Row[Any]:
+    def find(connection: sa.Connection) -> sa.Row[Any]:
         return trial_row(connection, trial_id)
 
     def note(transaction: Transaction, error: ApiError) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
-from sqlalchemy import Connection, Row
+import sqlalchemy as sa
 
 from paceline._base.run_directory import check_file_path
 from paceline._cluster.master.api.access_guard import AccessIdentity, check_tracker_rights
@@ -127,7 +127,7 @@ class Asked:
     """
 
     master: Master
-    connection: Connection
+    connection: sa.Connection
     transaction: Transaction | None
     identity: AccessIdentity | None
     base_url: str
@@ -178,7 +178,7 @@ class Asked:
         return document, self.run(document)
 
 
-def state_of(attempt: Row[Any] | None) -> str:
+def state_of(attempt: sa.Row[Any] | None) -> str:
     """Return W&B's word for the state of a run."""
     if attempt is None:
         return "running"
@@ -393,7 +393,7 @@ def signed_url(asked: Asked, method: str, trial_id: int, path: str) -> str:
     return f"{asked.base_url}{quote(target)}?{query}"
 
 
-def file_view(asked: Asked, row: Row[Any], name: str | None = None) -> Fields:
+def file_view(asked: Asked, row: sa.Row[Any], name: str | None = None) -> Fields:
     """Return the fields of a file; `name` differs from its path if it belongs to an artifact."""
     url = signed_url(asked, "GET", row.trial_id, row.path)
     shown = row.path if name is None else name
@@ -413,7 +413,7 @@ def file_view(asked: Asked, row: Row[Any], name: str | None = None) -> Fields:
     }
 
 
-def file_rows(asked: Asked, trial_id: int, arguments: Mapping[str, Any]) -> list[Row[Any]]:
+def file_rows(asked: Asked, trial_id: int, arguments: Mapping[str, Any]) -> list[sa.Row[Any]]:
     """Return rows of the files of a run that have certain names, or fit a pattern."""
     names = [normpath(name) for name in arguments.get("names") or () if isinstance(name, str)]
     if names:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, func, select
+import sqlalchemy as sa
 
 from paceline._base.journal_records import AnyRecord, MediaReported, MetricsReported, decode_value
 from paceline._base.terminal_text import split_colors
@@ -17,17 +17,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_rows import read_rows
 from paceline._cluster.master.store.reach import check_object
 from paceline._cluster.master.store.series_reader import visible_series_limits
-from paceline._cluster.master.trackers.wandb_runs import (
-    LEASE_S,
-    MAX_SUMMARY,
-    Asked,
-    RunPlace,
-    forget_run,
-    json_object,
-    new_run_id,
-    open_run,
-    store_run,
-)
+from paceline._cluster.master.trackers import wandb_runs
 from paceline._cluster.master.trackers.wandb_values import (
     MAX_INTEGER,
     parse_json,
@@ -52,7 +42,7 @@ def keys_of(record: AnyRecord) -> Collection[str]:
 
 
 def read_history(
-    connection: Connection,
+    connection: sa.Connection,
     trial_id: int,
     began: float,
     *,
@@ -79,12 +69,12 @@ def read_history(
     return [rows[step] for step in sorted(rows)][:limit]
 
 
-def history_keys(connection: Connection, trial_id: int) -> dict[str, Any]:
+def history_keys(connection: sa.Connection, trial_id: int) -> dict[str, Any]:
     """Return what W&B calls the keys of a run: the metrics with their last values."""
     series, media = tables.series.c, tables.media.c
     columns = (series.key, series.num_points, series.num_numbers, series.last)
     where = (series.trial_id == trial_id, series.group == GROUP)
-    query = select(*columns, series.last_step).where(*where).order_by(series.attempt)
+    query = sa.select(*columns, series.last_step).where(*where).order_by(series.attempt)
     keys: dict[str, Any] = {}
     newest = -1
     for row in connection.execute(query):
@@ -92,7 +82,7 @@ def history_keys(connection: Connection, trial_id: int) -> dict[str, Any]:
         keys[row.key] = _key_facts(kind, row.num_points, _shown(decode_value(row.last)))
         newest = max(newest, row.last_step)
     shown = (media.name, media.kind, media.steps_completed)
-    chosen = select(*shown).where(media.trial_id == trial_id, media.group == GROUP)
+    chosen = sa.select(*shown).where(media.trial_id == trial_id, media.group == GROUP)
     for name, kind, step in connection.execute(chosen.distinct()):
         keys[name] = _key_facts(kind, 1, None)
         newest = max(newest, step)
@@ -105,10 +95,10 @@ def _key_facts(kind: str, count: int, last: Any) -> dict[str, Any]:
 
 
 def _read_media(
-    connection: Connection, trial_id: int, first_step: int, last_step: int | None
+    connection: sa.Connection, trial_id: int, first_step: int, last_step: int | None
 ) -> Iterator[Any]:
     media, limits = tables.media.c, visible_series_limits(connection, trial_id)
-    query = select(tables.media).where(
+    query = sa.select(tables.media).where(
         media.trial_id == trial_id,
         media.group == GROUP,
         media.steps_completed >= first_step,
@@ -154,7 +144,9 @@ class StreamRequest(msgspec.Struct):
     preempting: bool | None = None
 
 
-def take_stream(asked: Asked, place: RunPlace, request: StreamRequest) -> None:
+def take_stream(
+    asked: wandb_runs.Asked, place: wandb_runs.RunPlace, request: StreamRequest
+) -> None:
     """Store what a request brings, and nothing twice.
 
     A client sends a request again if the answer was lost, and `wandb sync` sends a whole run again:
@@ -172,23 +164,23 @@ def take_stream(asked: Asked, place: RunPlace, request: StreamRequest) -> None:
     history = _lines(request, HISTORY)
     if history and _begins_anew(document, history[0]):
         asked.master.logged_runs.finish(transaction, document["run_id"], "completed")
-        document["run_id"] = new_run_id()
+        document["run_id"] = wandb_runs.new_run_id()
         document |= {"lines": {}, "step": -1, "created": time.time()}
         for name in ("began", "first_step", "system_step", "tail", "events_tail"):
             document.pop(name, None)
-        forget_run(asked, place)
-        open_run(asked, place, document)
+        wandb_runs.forget_run(asked, place)
+        wandb_runs.open_run(asked, place, document)
         run = asked.run(document)
     fresh = _fresh(document, HISTORY, request)
     events = _fresh(document, EVENTS, request)
     output = _fresh_output(document, request)
     is_over = run.attempt.outcome is not None
     if is_over and (fresh or events or output):
-        open_run(asked, place, document)
+        wandb_runs.open_run(asked, place, document)
         run, is_over = asked.run(document), False
     summary = _lines(request, _SUMMARY)
     if summary:
-        document["summary"] = json_object("summary", summary[-1], MAX_SUMMARY)
+        document["summary"] = wandb_runs.json_object("summary", summary[-1], wandb_runs.MAX_SUMMARY)
     records = _records(document, fresh, events)
     records, num_lost = _bounded(asked, run, records)
     if output:
@@ -199,14 +191,16 @@ def take_stream(asked: Asked, place: RunPlace, request: StreamRequest) -> None:
         text = f"{num_lost} values are left out: a run has at most {MAX_KEYS:,} names of metrics."
         asked.master.changes.note(transaction, run.trial.id, run.attempt.number, "WARNING", text)
     if not is_over:
-        asked.master.logged_runs.append(transaction, run.run_id, records, lease_s=LEASE_S)
+        asked.master.logged_runs.append(
+            transaction, run.run_id, records, lease_s=wandb_runs.LEASE_S
+        )
         if request.complete:
             _finish(asked, run, request, document)
-    store_run(asked, place, document, run)
+    wandb_runs.store_run(asked, place, document, run)
 
 
 def _finish(
-    asked: Asked, run: LoggedRun, request: StreamRequest, document: Mapping[str, Any]
+    asked: wandb_runs.Asked, run: LoggedRun, request: StreamRequest, document: Mapping[str, Any]
 ) -> None:
     code = request.exitcode or 0
     error = f"The script ended with the exit code {code}." if code else None
@@ -329,15 +323,19 @@ def _parsed(text: str) -> dict[str, Any]:
     return line if isinstance(line, dict) else {}
 
 
-def _bounded(asked: Asked, run: LoggedRun, records: list[AnyRecord]) -> tuple[list[AnyRecord], int]:
+def _bounded(
+    asked: wandb_runs.Asked, run: LoggedRun, records: list[AnyRecord]
+) -> tuple[list[AnyRecord], int]:
     """Return the records without names beyond `MAX_KEYS`, and the number of values left out."""
     names = tables.metric_names.c
     where = names.experiment_id == run.experiment_id
     new = {key for record in records for key in keys_of(record)}
-    count = asked.connection.scalar(select(func.count()).select_from(names.key.table).where(where))
+    count = asked.connection.scalar(
+        sa.select(sa.func.count()).select_from(names.key.table).where(where)
+    )
     if (count or 0) + len(new) <= MAX_KEYS:
         return records, 0
-    known = set(asked.connection.execute(select(names.key).where(where)).scalars())
+    known = set(asked.connection.execute(sa.select(names.key).where(where)).scalars())
     allowed = known | set(sorted(new - known)[: max(MAX_KEYS - len(known), 0)])
     kept: list[AnyRecord] = []
     num_lost = 0

@@ -17,18 +17,8 @@ from paceline._cluster.master.experiments.logged_runs import (
 )
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.store.reach import creating_in
+from paceline._cluster.master.trackers import wandb_runs
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError
-from paceline._cluster.master.trackers.wandb_runs import (
-    PROJECT,
-    Asked,
-    RunPlace,
-    checked_place,
-    decode_id,
-    encode_id,
-    iso_time,
-    json_object,
-    upsert_project,
-)
 from paceline._cluster.master.trackers.wandb_values import parse_json, storable
 from paceline.config._read_yaml import parse_yaml
 from paceline.search._hyperparameter_kinds import (
@@ -247,15 +237,17 @@ def point_of(document: Mapping[str, Any], number: int) -> dict[str, Any] | None:
 # ---- sweeps and agents -------------------------------------------------------------------------
 
 
-def _store(asked: Asked, kind: str, place: RunPlace, name: str, document: Any) -> None:
+def _store(
+    asked: wandb_runs.Asked, kind: str, place: wandb_runs.RunPlace, name: str, document: Any
+) -> None:
     connection = asked.writer.connection
     parent = place.parent if kind == SWEEP else "/".join(place)
-    project = project_of_document(connection, (PROJECT, place.entity, place.project))
+    project = project_of_document(connection, (wandb_runs.PROJECT, place.entity, place.project))
     with creating_in(project):
         change_document(connection, kind, parent, name, lambda _: document)
 
 
-def _known_sweep(asked: Asked, place: RunPlace) -> dict[str, Any]:
+def _known_sweep(asked: wandb_runs.Asked, place: wandb_runs.RunPlace) -> dict[str, Any]:
     document: Any = get_document(asked.connection, SWEEP, place.parent, place.name)
     if document is None:
         raise NotFoundError(f"There is no sweep {'/'.join(place)!r}.")
@@ -263,23 +255,23 @@ def _known_sweep(asked: Asked, place: RunPlace) -> dict[str, Any]:
     return found
 
 
-def sweep_view(place: RunPlace, document: Mapping[str, Any]) -> dict[str, Any]:
+def sweep_view(place: wandb_runs.RunPlace, document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a sweep, without its runs."""
     is_over = point_of(document, document["num_given"]) is None
     size = space_of(document).grid_size() if document["method"] == "grid" else None
     sizes = [each for each in (document["run_cap"], size) if each]
     return {
         "__typename": "Sweep",
-        "id": encode_id("Sweep", "v1", place.name, place.project, place.entity),
+        "id": wandb_runs.encode_id("Sweep", "v1", place.name, place.project, place.entity),
         "name": place.name,
         "displayName": document["displayName"],
         "description": document["description"],
         "method": document["method"],
         "state": "FINISHED" if is_over and document["state"] == "RUNNING" else document["state"],
         "config": document["text"],
-        "createdAt": iso_time(document["created"]),
-        "updatedAt": iso_time(document["created"]),
-        "heartbeatAt": iso_time(document["created"]),
+        "createdAt": wandb_runs.iso_time(document["created"]),
+        "updatedAt": wandb_runs.iso_time(document["created"]),
+        "heartbeatAt": wandb_runs.iso_time(document["created"]),
         "runCount": document["num_given"],
         "runCountExpected": min(*sizes, _MAX_COUNT) if sizes else None,
         "bestLoss": None,
@@ -289,15 +281,17 @@ def sweep_view(place: RunPlace, document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def upsert_sweep(asked: Asked, given: Mapping[str, Any]) -> tuple[RunPlace, Any, list[str]]:
+def upsert_sweep(
+    asked: wandb_runs.Asked, given: Mapping[str, Any]
+) -> tuple[wandb_runs.RunPlace, Any, list[str]]:
     """Create a sweep, or change its state or config; return what of its config is not served."""
     for name in ("launchScheduler", "scheduler", "controller"):
         if given.get(name) not in (None, "", "null"):
             raise GraphqlError(f"`{name}` must be left out: the master here gives out the runs.")
     if given.get("id") is None:
         names = given.get("entityName"), given.get("projectName")
-        place = checked_place(*names, secrets.token_hex(6))
-        upsert_project(asked, place.entity, place.project)
+        place = wandb_runs.checked_place(*names, secrets.token_hex(6))
+        wandb_runs.upsert_project(asked, place.entity, place.project)
         document: dict[str, Any] = {
             "created": time.time(),
             "seed": secrets.randbelow(2**32),
@@ -305,10 +299,10 @@ def upsert_sweep(asked: Asked, given: Mapping[str, Any]) -> tuple[RunPlace, Any,
         }
         document |= {"state": "RUNNING", "displayName": None, "description": None}
     else:
-        parts = decode_id(given["id"], "Sweep")
+        parts = wandb_runs.decode_id(given["id"], "Sweep")
         if len(parts) != 4:
             raise GraphqlError(f"There is no Sweep with the id {given['id']!r:.200}.")
-        place = checked_place(parts[3], parts[2], parts[1])
+        place = wandb_runs.checked_place(parts[3], parts[2], parts[1])
         document = _known_sweep(asked, place)
     warnings: list[str] = []
     if isinstance(given.get("config"), str) or "text" not in document:
@@ -336,32 +330,34 @@ def upsert_sweep(asked: Asked, given: Mapping[str, Any]) -> tuple[RunPlace, Any,
     return place, document, warnings
 
 
-def create_agent(asked: Asked, given: Mapping[str, Any]) -> dict[str, Any]:
+def create_agent(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> dict[str, Any]:
     """Register an agent of a sweep."""
     names = given.get("entityName"), given.get("projectName"), given.get("sweep")
     if not names[2]:
         raise GraphqlError("`sweep` must name a sweep, but is missing.")
-    place, name = checked_place(*names), secrets.token_hex(8)
+    place, name = wandb_runs.checked_place(*names), secrets.token_hex(8)
     _known_sweep(asked, place)
     host = storable(str(given.get("host") or ""))[:200]
     agent = {"host": host, "created": time.time(), "run": None, "args": None, "is_heard": False}
     _store(asked, AGENT, place, name, agent)
-    return {"agent": {"id": encode_id("Agent", *place, name), "name": name, "host": host}}
+    return {
+        "agent": {"id": wandb_runs.encode_id("Agent", *place, name), "name": name, "host": host}
+    }
 
 
-def beat(asked: Asked, given: Mapping[str, Any]) -> dict[str, Any]:
+def beat(asked: wandb_runs.Asked, given: Mapping[str, Any]) -> dict[str, Any]:
     """Answer an agent's heartbeat with its next run, if it has none.
 
     Raises:
         ApiError: There is no such agent; the client ends after this status only.
     """
-    *names, name = decode_id(given.get("id"), "Agent")
-    place = checked_place(*names) if len(names) == 3 else None
+    *names, name = wandb_runs.decode_id(given.get("id"), "Agent")
+    place = wandb_runs.checked_place(*names) if len(names) == 3 else None
     agent = place and get_document(asked.connection, AGENT, "/".join(place), name)
     if place is None or agent is None:
         raise ApiError(404, "not_found", f"There is no agent {name!r:.100} of a sweep here.")
     sweep = _known_sweep(asked, place)
-    states = json_object("runState", str(given.get("runState") or "{}"), _MAX_CONFIG)
+    states = wandb_runs.json_object("runState", str(given.get("runState") or "{}"), _MAX_CONFIG)
     running = [run for run, is_running in states.items() if is_running]
     agent["is_heard"] |= agent["run"] in running
     command: dict[str, Any] | None = None
@@ -375,7 +371,10 @@ def beat(asked: Asked, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _next_run(
-    asked: Asked, place: RunPlace, sweep: dict[str, Any], agent: dict[str, Any]
+    asked: wandb_runs.Asked,
+    place: wandb_runs.RunPlace,
+    sweep: dict[str, Any],
+    agent: dict[str, Any],
 ) -> dict[str, Any]:
     is_lost = agent["run"] is not None and not agent["is_heard"]
     if is_lost and asked.document(place._replace(name=agent["run"])) is None:

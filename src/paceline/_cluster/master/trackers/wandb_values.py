@@ -7,15 +7,7 @@ from contextlib import suppress
 from math import isfinite
 from typing import Any
 
-from paceline._base.journal_records import (
-    NON_FINITE_KEY,
-    AnyRecord,
-    MediaFile,
-    MediaReported,
-    MetricsReported,
-    encode_float,
-    is_too_deep,
-)
+from paceline._base import journal_records as records
 from paceline._base.run_directory import check_file_path
 from paceline.importers._run_writer import GROUP, MAX_TIME_S, SYSTEM_GROUP
 
@@ -52,7 +44,7 @@ def parse_json(text: str) -> Any:
         value = json.loads(text)
     except RecursionError as error:
         raise ValueError("The JSON is nested too deeply.") from error
-    if is_too_deep(value):
+    if records.is_too_deep(value):
         raise ValueError("The JSON is nested too deeply.")
     return storable(value)
 
@@ -72,22 +64,26 @@ def storable(value: Any) -> Any:
     return value
 
 
-def records_of_line(line: Mapping[str, Any], step: int, time: float) -> list[AnyRecord]:
+def records_of_line(line: Mapping[str, Any], step: int, time: float) -> list[records.AnyRecord]:
     """Return the records of a line of history: one of metrics, one for each medium."""
     metrics: dict[str, Any] = {}
-    records: list[AnyRecord] = []
+    found: list[records.AnyRecord] = []
     for key, value in _flat(line, ""):
         if isinstance(value, dict) and "_type" in value:
-            records.append(_media(key, value, step, time))
+            found.append(_media(key, value, step, time))
         elif value is not None:
             metrics[key] = _metric(value)
     if metrics:
-        report = MetricsReported(time=time, group=GROUP, steps_completed=step, metrics=metrics)
-        records.insert(0, report)
-    return records
+        report = records.MetricsReported(
+            time=time, group=GROUP, steps_completed=step, metrics=metrics
+        )
+        found.insert(0, report)
+    return found
 
 
-def system_record(line: Mapping[str, Any], step: int, time: float) -> MetricsReported | None:
+def system_record(
+    line: Mapping[str, Any], step: int, time: float
+) -> records.MetricsReported | None:
     """Return the record of a line of system metrics, None if it has no numbers."""
     metrics = {
         key.removeprefix("system."): float(value)
@@ -96,7 +92,9 @@ def system_record(line: Mapping[str, Any], step: int, time: float) -> MetricsRep
     }
     if not metrics:
         return None
-    return MetricsReported(time=time, group=SYSTEM_GROUP, steps_completed=step, metrics=metrics)
+    return records.MetricsReported(
+        time=time, group=SYSTEM_GROUP, steps_completed=step, metrics=metrics
+    )
 
 
 def step_of(line: Mapping[str, Any], default: int) -> int:
@@ -117,7 +115,7 @@ def _flat(line: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         if prefix == "" and name in ("_step", "_timestamp", "_runtime", "_wandb"):
             continue
         key = f"{prefix}{name}"
-        if not name or name == NON_FINITE_KEY or len(key) > _MAX_KEY:
+        if not name or name == records.NON_FINITE_KEY or len(key) > _MAX_KEY:
             continue
         if isinstance(value, dict) and "_type" not in value:
             yield from _flat(value, f"{key}.")
@@ -127,7 +125,7 @@ def _flat(line: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _metric(value: Any) -> Any:
     if isinstance(value, str) and value in _NON_FINITE:
-        return encode_float(_NON_FINITE[value])
+        return records.encode_float(_NON_FINITE[value])
     if isinstance(value, list):
         return ["null" if item is None else _metric(item) for item in value]
     if isinstance(value, dict):
@@ -137,12 +135,12 @@ def _metric(value: Any) -> Any:
     return value
 
 
-def _media(name: str, raw: dict[str, Any], step: int, time: float) -> MediaReported:
+def _media(name: str, raw: dict[str, Any], step: int, time: float) -> records.MediaReported:
     kind = _KINDS.get(str(raw["_type"]), "file")
     files, value = [*_media_files(raw)], _metric(raw)
     if kind == "histogram":
         value = _metric(_histogram(raw))
-    return MediaReported(
+    return records.MediaReported(
         time=time,
         group=GROUP,
         steps_completed=step,
@@ -153,7 +151,7 @@ def _media(name: str, raw: dict[str, Any], step: int, time: float) -> MediaRepor
     )
 
 
-def _media_files(raw: Mapping[str, Any]) -> Iterator[MediaFile]:
+def _media_files(raw: Mapping[str, Any]) -> Iterator[records.MediaFile]:
     listed = next((raw[name] for name in _LISTS if isinstance(raw.get(name), list)), None)
     if listed is None and isinstance(raw.get("filenames"), list):
         listed = [{"path": path} for path in raw["filenames"]]
@@ -170,7 +168,7 @@ def _media_files(raw: Mapping[str, Any]) -> Iterator[MediaFile]:
             if type(one.get(key, raw.get(key))) is int
         }
         with suppress(ValueError):
-            yield MediaFile(
+            yield records.MediaFile(
                 path=check_file_path(one["path"]),
                 digest=str(one.get("sha256", "")),
                 size=max(one["size"], 0) if type(one.get("size")) is int else 0,

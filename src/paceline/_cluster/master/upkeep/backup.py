@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from sqlalchemy import Connection, inspect, select
+import sqlalchemy as sa
 
 import paceline
 from paceline import faults
@@ -42,13 +42,7 @@ from paceline._cluster.master.upkeep.backup_directories import (
 )
 from paceline._cluster.master.upkeep.recovery_records import whole_lines
 from paceline._cluster.messages.states import AttemptState, CheckpointState
-from paceline.storage._checkpoint_files import (
-    FileEntry,
-    copy_file,
-    digest_file,
-    sync_tree,
-    write_durably,
-)
+from paceline.storage import _checkpoint_files
 
 faults.register("backup.database_copied", "backup.between_files", "backup.before_content")
 
@@ -136,9 +130,9 @@ class Backup:
         work = _BackupWork(self._home, part, *earlier)
         try:
             content = work.copy(checkpoints=self._checkpoints)
-            sync_tree(part)
+            _checkpoint_files.sync_tree(part)
             faults.reach("backup.before_content")
-            write_durably(part / CONTENT_NAME, msgspec.json.encode(content))
+            _checkpoint_files.write_durably(part / CONTENT_NAME, msgspec.json.encode(content))
             # Rename last: a crash before leaves a part to be cleaned up, never a broken backup.
             part.rename(self._to / name)
             sync_directory(self._to)
@@ -207,7 +201,7 @@ class _BackupWork:
             running = set(_running_attempts(connection))
             elsewhere = _num_elsewhere(connection, str(self._home / CHECKPOINTS))
             # A database of an earlier version knows no files.
-            has_files = inspect(connection).has_table(tables.run_files.name)
+            has_files = sa.inspect(connection).has_table(tables.run_files.name)
             contents = used_digests(connection) if has_files else set()
         self._take_database(copy)
         selection = select_files(self._home, known, running, contents, checkpoints=checkpoints)
@@ -226,7 +220,7 @@ class _BackupWork:
         )
 
     def _take_database(self, copy: Path) -> None:
-        entry = digest_file(copy)
+        entry = _checkpoint_files.digest_file(copy)
         before = self._known.get(DATABASE)
         if before is not None and before.entry == entry and self._link(DATABASE):
             self._files[DATABASE] = before
@@ -250,14 +244,16 @@ class _BackupWork:
                 return
             # A growing file may end within a line.
             limit = whole_lines(source) if grows(name) else None
-            entry = copy_file(source, target, durable=True, num_bytes=limit)
+            entry = _checkpoint_files.copy_file(source, target, durable=True, num_bytes=limit)
         except FileNotFoundError:
             return  # deleted since the names were read
         target.chmod(0o400)
         self._note_entry(name, entry, facts.st_size, facts.st_mtime_ns)
         faults.reach("backup.between_files")
 
-    def _note_entry(self, name: str, entry: FileEntry, size: int, time_ns: int) -> None:
+    def _note_entry(
+        self, name: str, entry: _checkpoint_files.FileEntry, size: int, time_ns: int
+    ) -> None:
         self._files[name] = BackedUp(
             size=entry.size, digest=entry.digest, source_size=size, source_time_ns=time_ns
         )
@@ -291,15 +287,15 @@ class _BackupWork:
         left_out += [f"checkpoint {uuid} (deleted meanwhile)" for uuid in sorted(torn)]
 
 
-def _running_attempts(connection: Connection) -> list[int]:
+def _running_attempts(connection: sa.Connection) -> list[int]:
     attempts = tables.attempts.c
-    query = select(attempts.id).where(attempts.state != AttemptState.ENDED.value)
+    query = sa.select(attempts.id).where(attempts.state != AttemptState.ENDED.value)
     return list(connection.execute(query).scalars())
 
 
-def _num_elsewhere(connection: Connection, storage: str) -> int:
+def _num_elsewhere(connection: sa.Connection, storage: str) -> int:
     checkpoints = tables.checkpoints.c
-    query = select(checkpoints.uuid).where(
+    query = sa.select(checkpoints.uuid).where(
         checkpoints.storage != storage, checkpoints.state != CheckpointState.DELETED.value
     )
     return len(connection.execute(query).all())

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
-from sqlalchemy import Connection, select, text
+import sqlalchemy as sa
 
 from paceline._base.files import DamagedSecretError, read_regular, read_secret, regular_opener
 from paceline._base.journal_records import check_seal
@@ -60,7 +60,7 @@ _FORK = "fork the experiment with its secrets"
 
 
 def check_small_files(
-    home: Path, connection: Connection, report: Report, *, without: Collection[str]
+    home: Path, connection: sa.Connection, report: Report, *, without: Collection[str]
 ) -> None:
     """Check a home's small files, except entries of the wrong kind."""
 
@@ -113,9 +113,9 @@ def _secret_problem(path: Path) -> str | None:
         return f"cannot be read ({error.strerror})"
 
 
-def _identity_problem(path: Path, connection: Connection) -> str | None:
+def _identity_problem(path: Path, connection: sa.Connection) -> str | None:
     meta = tables.meta.c
-    stored = connection.scalar(select(meta.value).where(meta.key == "cluster_id"))
+    stored = connection.scalar(sa.select(meta.value).where(meta.key == "cluster_id"))
     try:
         found = read_regular(path).decode(errors="replace").strip()
     except FileNotFoundError:
@@ -127,7 +127,7 @@ def _identity_problem(path: Path, connection: Connection) -> str | None:
     return None if found == stored or stored is None else "has another identity than the database"
 
 
-def _check_secrets(path: Path, connection: Connection, report: Report) -> None:
+def _check_secrets(path: Path, connection: sa.Connection, report: Report) -> None:
     """Compare the secrets with the needs of unfinished experiments."""
     try:
         known = read_secret_file(path)
@@ -136,7 +136,7 @@ def _check_secrets(path: Path, connection: Connection, report: Report) -> None:
         report(Finding(kind="home", where=path.name, problem="is damaged", hint=hint))
         return
     experiments = tables.experiments.c
-    query = select(experiments.id, experiments.config).where(
+    query = sa.select(experiments.id, experiments.config).where(
         experiments.state.not_in([state.value for state in ExperimentState if state.is_terminal])
     )
     for experiment_id, config in connection.execute(query.order_by(experiments.id)):
@@ -310,7 +310,9 @@ def _database_problem(home: Path, *, is_quick: bool) -> str | None:
         return "is empty" if database.exists() else "is missing"
     try:
         with open_read_only(database) as connection:
-            found = connection.execute(text(f"PRAGMA {'quick' if is_quick else 'integrity'}_check"))
+            found = connection.execute(
+                sa.text(f"PRAGMA {'quick' if is_quick else 'integrity'}_check")
+            )
             problems = [str(problem) for problem in found.scalars()]
             if problems != ["ok"]:
                 return f"is damaged ({' '.join(problems[0].split())})"
@@ -320,7 +322,7 @@ def _database_problem(home: Path, *, is_quick: bool) -> str | None:
                     f"must have version {tables.SCHEMA_VERSION} to be checked, but has {version}:"
                     " `paceline up` brings it there, or refuses it"
                 )
-            orphans = connection.execute(text("PRAGMA foreign_key_check")).all()
+            orphans = connection.execute(sa.text("PRAGMA foreign_key_check")).all()
             if orphans:
                 return f"has {len(orphans)} rows that refer to nothing"
         # Age check: the database may be older than the files of its home.
@@ -367,7 +369,7 @@ def _mend_home_rows(home: Path, *, is_quick: bool) -> None:
             home, connection, lambda _: None, CheckPace(), reads_bytes=not is_quick
         )
         connection.rollback()
-        ids = [row[0] for row in connection.execute(text("SELECT id FROM experiments"))]
+        ids = [row[0] for row in connection.execute(sa.text("SELECT id FROM experiments"))]
         if not are_records_begun(connection):
             ids = []
         rows = [
@@ -395,7 +397,7 @@ def _write_records(home: Path, experiments: list[int | None]) -> None:
     database = Database(home / DATABASE)
     try:
 
-        def note(connection: Connection) -> None:
+        def note(connection: sa.Connection) -> None:
             for experiment_id in experiments:
                 note_experiment(connection, experiment_id)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Row, distinct, func, select
+import sqlalchemy as sa
 
 from paceline._base.files import open_regular, regular_opener
 from paceline._cluster.master.store import tables
@@ -87,10 +87,10 @@ _IN_DIRECTORIES = (
 )
 
 
-def check_directories(home: Path, connection: Connection, report: Report) -> None:
+def check_directories(home: Path, connection: sa.Connection, report: Report) -> None:
     """Find missing directories of a home, and entries of the wrong kind within."""
     attempts = tables.attempts.c
-    ran = connection.execute(select(func.count(distinct(attempts.trial_id)))).scalar_one()
+    ran = connection.execute(sa.select(sa.func.count(sa.distinct(attempts.trial_id)))).scalar_one()
     if ran and not (home / "logs").exists():
         trials = f"{ran} trial{'s' * (ran > 1)}"
         problem, hint = f"is missing, with the logs of {trials}", "take it from a backup"
@@ -100,7 +100,7 @@ def check_directories(home: Path, connection: Connection, report: Report) -> Non
             if re.fullmatch(pattern, path.name) and (wrong := _wrong_directory(path)):
                 where = _name(home, path)
                 report(Finding(kind=kind, where=where, problem=wrong, hint=_MOVE))
-    query = select(attempts.id).where(
+    query = sa.select(attempts.id).where(
         attempts.state == AttemptState.RUNNING.value,
         attempts.node_id.is_(None),
         attempts.run_attempt.is_(None),
@@ -120,10 +120,10 @@ def _wrong_directory(path: Path) -> str | None:
     return f"must be a directory, but is {what}"
 
 
-def check_contexts(home: Path, connection: Connection, report: Report, pace: CheckPace) -> None:
+def check_contexts(home: Path, connection: sa.Connection, report: Report, pace: CheckPace) -> None:
     """Compare uploaded code with its digests, and with the experiments using the code."""
     experiments = tables.experiments.c
-    query = select(experiments.id, experiments.context_digest).order_by(experiments.id)
+    query = sa.select(experiments.id, experiments.context_digest).order_by(experiments.id)
     users: dict[str, list[int]] = {}
     for experiment_id, digest in connection.execute(query):
         if digest is not None:
@@ -164,10 +164,10 @@ def check_logs(home: Path, report: Report, pace: CheckPace) -> None:
             report(Finding(kind="log", where=_name(home, path), problem=problem))
 
 
-def check_journals(home: Path, connection: Connection, report: Report) -> None:
+def check_journals(home: Path, connection: sa.Connection, report: Report) -> None:
     """Find damaged and missing lines in the journals of unfinished attempts."""
     attempts = tables.attempts.c
-    query = select(attempts.id).where(attempts.state != AttemptState.ENDED.value)
+    query = sa.select(attempts.id).where(attempts.state != AttemptState.ENDED.value)
     for attempt_id in list(connection.execute(query.order_by(attempts.id)).scalars()):
         pattern = f"{attempt_id}/run/journal/*/*.journal"
         for path in sorted((home / "attempts").glob(pattern)):
@@ -180,11 +180,18 @@ def check_journals(home: Path, connection: Connection, report: Report) -> None:
 
 
 def check_run_files(
-    home: Path, connection: Connection, report: Report, pace: CheckPace, *, reads_bytes: bool = True
+    home: Path,
+    connection: sa.Connection,
+    report: Report,
+    pace: CheckPace,
+    *,
+    reads_bytes: bool = True,
 ) -> None:
     """Compare the contents of runs' files with their digests; the first file of each is named."""
     files = tables.run_files.c
-    query = select(files.digest, files.size, func.min(files.trial_id), func.min(files.path))
+    query = sa.select(
+        files.digest, files.size, sa.func.min(files.trial_id), sa.func.min(files.path)
+    )
     for digest, size, trial_id, name in connection.execute(query.group_by(files.digest)):
         path = home / CONTENTS / digest[:2] / digest
         try:
@@ -202,15 +209,20 @@ def check_run_files(
 
 
 def check_checkpoints(
-    home: Path, connection: Connection, report: Report, pace: CheckPace, *, reads_bytes: bool = True
-) -> list[Row[Any]]:
+    home: Path,
+    connection: sa.Connection,
+    report: Report,
+    pace: CheckPace,
+    *,
+    reads_bytes: bool = True,
+) -> list[sa.Row[Any]]:
     """Compare the checkpoints in directories with their manifests, and these with the database.
 
     Returns:
         The rows of checkpoints that are gone.
     """
     checkpoints = tables.checkpoints
-    query = select(checkpoints).order_by(checkpoints.c.trial_id, checkpoints.c.steps_completed)
+    query = sa.select(checkpoints).order_by(checkpoints.c.trial_id, checkpoints.c.steps_completed)
     rows = connection.execute(query).all()
     gone = []
     for row in rows:
@@ -240,7 +252,7 @@ def _listed(root: Path) -> list[str]:
 
 
 def _checkpoint_problem(
-    row: Row[Any], pace: CheckPace, *, reads_bytes: bool
+    row: sa.Row[Any], pace: CheckPace, *, reads_bytes: bool
 ) -> tuple[str | None, bool]:
     place = Path(row.storage) / row.uuid
     try:
@@ -275,9 +287,9 @@ def _file_size(path: Path) -> int | None:
     return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
 
-def _has_running(connection: Connection) -> bool:
+def _has_running(connection: sa.Connection) -> bool:
     attempts = tables.attempts.c
-    query = select(attempts.id).where(attempts.state != AttemptState.ENDED.value)
+    query = sa.select(attempts.id).where(attempts.state != AttemptState.ENDED.value)
     return connection.execute(query.limit(1)).first() is not None
 
 

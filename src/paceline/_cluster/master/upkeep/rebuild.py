@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, delete, select
+import sqlalchemy as sa
 
 from paceline._base.files import sync_directory
 from paceline._base.journal_reading_and_writing import JournalVersionError
@@ -193,14 +193,14 @@ class _RecordedInputs(SearchOperations):
         transaction: Transaction,
         experiment_id: int,
         given: Input,
-        row: Row[Any] | None = None,
+        row: sa.Row[Any] | None = None,
         settle: Callable[[], None] | None = None,
     ) -> bool:
         """Do nothing: the input is recorded."""
         return True
 
     def update_progress(
-        self, transaction: Transaction, experiment_id: int, row: Row[Any] | None = None
+        self, transaction: Transaction, experiment_id: int, row: sa.Row[Any] | None = None
     ) -> bool:
         """Do nothing: the next report tells it."""
         return True
@@ -227,7 +227,7 @@ def _rebuild_from_journals(transaction: Transaction, home: Path) -> None:
     """
     attempts, connection = tables.attempts, transaction.connection
     ingest = RecordIngest(_JudgedBefore(LogStore(home / "logs")))
-    running = connection.execute(select(attempts).where(attempts.c.ended_at.is_(None))).all()
+    running = connection.execute(sa.select(attempts).where(attempts.c.ended_at.is_(None))).all()
     for attempt in running:
         directory = home / "attempts" / str(attempt.id)
         if not directory.is_dir():
@@ -239,9 +239,9 @@ def _rebuild_from_journals(transaction: Transaction, home: Path) -> None:
         marks = tables.journal_marks
         judged = {
             (row.generation, row.rank): row.sequence
-            for row in connection.execute(select(marks).where(marks.c.attempt_id == attempt.id))
+            for row in connection.execute(sa.select(marks).where(marks.c.attempt_id == attempt.id))
         }
-        connection.execute(delete(marks).where(marks.c.attempt_id == attempt.id))
+        connection.execute(sa.delete(marks).where(marks.c.attempt_id == attempt.id))
         for batch in _batches_for_rebuild(directory / "run", judged):
             ingest.store(transaction, attempt.id, [batch])
 
@@ -265,12 +265,12 @@ def _batches_for_rebuild(run: Path, judged: dict[tuple[int, int], int]) -> Itera
 def _recompute_best(transaction: Transaction) -> None:
     """Recompute the values derived from metrics."""
     trials, experiments = tables.trials, tables.experiments
-    managed = select(experiments.c.id).where(experiments.c.external_id.is_(None))
-    query = select(trials).where(trials.c.experiment_id.in_(managed))
-    running = select(tables.attempts.c.trial_id).where(tables.attempts.c.ended_at.is_(None))
-    first = select(trials.c.id).group_by(trials.c.experiment_id)
+    managed = sa.select(experiments.c.id).where(experiments.c.external_id.is_(None))
+    query = sa.select(trials).where(trials.c.experiment_id.in_(managed))
+    running = sa.select(tables.attempts.c.trial_id).where(tables.attempts.c.ended_at.is_(None))
+    first = sa.select(trials.c.id).group_by(trials.c.experiment_id)
     concerned = trials.c.id.in_(running) | trials.c.id.in_(first)
-    rows: list[Row[Any]] = list(transaction.connection.execute(query.where(concerned)))
+    rows: list[sa.Row[Any]] = list(transaction.connection.execute(query.where(concerned)))
     changes = StateChanges(Searches(), LogStore(Path(os.devnull)))
     for trial in rows:
         recompute_best(changes, transaction, trial)

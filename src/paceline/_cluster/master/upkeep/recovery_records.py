@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import sqlalchemy as sa
 import xxhash
-from sqlalchemy import Connection, Row, delete, select
 
 from paceline import faults
 from paceline._base.files import regular_opener
@@ -178,7 +178,7 @@ class Recorder:
 
     def _is_long(self) -> bool:
         """Return whether much work is left; the next master can continue the work."""
-        query = select(tables.unrecorded.c.id).where(tables.unrecorded.c.kind == ALL).limit(1)
+        query = sa.select(tables.unrecorded.c.id).where(tables.unrecorded.c.kind == ALL).limit(1)
         with self._database.read() as connection:
             return connection.execute(query).first() is not None
 
@@ -217,12 +217,12 @@ def write_some(database: Database, home: Path, after: int = 0) -> int:
     """
     with database.read() as connection:
         unrecorded = tables.unrecorded
-        query = select(unrecorded).where(unrecorded.c.id > after).order_by(unrecorded.c.id)
+        query = sa.select(unrecorded).where(unrecorded.c.id > after).order_by(unrecorded.c.id)
         query = query.limit(_MAX_CHANGES)
         changes = _first_changes(connection.execute(query).all())
         if not changes:
             return 0
-        by_experiment: dict[int | None, list[Row[Any]]] = {}
+        by_experiment: dict[int | None, list[sa.Row[Any]]] = {}
         for change in changes:
             by_experiment.setdefault(change.experiment_id, []).append(change)
         for experiment_id, own in by_experiment.items():
@@ -235,14 +235,14 @@ def write_some(database: Database, home: Path, after: int = 0) -> int:
     return last
 
 
-def _first_changes(changes: Sequence[Row[Any]]) -> Sequence[Row[Any]]:
+def _first_changes(changes: Sequence[sa.Row[Any]]) -> Sequence[sa.Row[Any]]:
     """Return as many of the oldest changes as are a moment's work."""
     whole = [place for place, change in enumerate(changes) if change.kind == ALL]
     return changes[: whole[_MAX_WHOLE]] if len(whole) > _MAX_WHOLE else changes
 
 
 def _write_records(
-    connection: Connection, home: Path, experiment_id: int | None, changes: list[Row[Any]]
+    connection: sa.Connection, home: Path, experiment_id: int | None, changes: list[sa.Row[Any]]
 ) -> None:
     path = record_path(home, experiment_id)
     if any(change.kind == GONE for change in changes):
@@ -262,7 +262,9 @@ def _write_records(
         )
 
 
-def _rows_to_recover(connection: Connection, changes: list[Row[Any]]) -> Iterator[RecordedRow]:
+def _rows_to_recover(
+    connection: sa.Connection, changes: list[sa.Row[Any]]
+) -> Iterator[RecordedRow]:
     # All rows of an experiment include those that changed one by one.
     wanted = [change for change in changes if change.kind == ALL] or changes
     # Each once, in the order in which they changed first.
@@ -284,7 +286,7 @@ def _rows_to_recover(connection: Connection, changes: list[Row[Any]]) -> Iterato
 
 def _forget_records(transaction: Transaction, last: int) -> None:
     unrecorded = tables.unrecorded
-    transaction.connection.execute(delete(unrecorded).where(unrecorded.c.id <= last))
+    transaction.connection.execute(sa.delete(unrecorded).where(unrecorded.c.id <= last))
 
 
 # Other columns change without a word to the record.
@@ -307,7 +309,7 @@ _ACCOUNTS = (user_tables.users, user_tables.tokens)
 Key = tuple[str, tuple[Any, ...]]
 
 
-def check_records(home: Path, connection: Connection, report: Report) -> list[int | None]:
+def check_records(home: Path, connection: sa.Connection, report: Report) -> list[int | None]:
     """Compare each experiment's rows in the database with its record.
 
     Experiments with rows yet to be recorded are left out.
@@ -316,8 +318,8 @@ def check_records(home: Path, connection: Connection, report: Report) -> list[in
         The experiments whose record is damaged or lacks something.
     """
     unrecorded = tables.unrecorded.c
-    waiting = set(connection.execute(select(unrecorded.experiment_id).distinct()).scalars())
-    ids = list(connection.execute(select(tables.experiments.c.id).order_by("id")).scalars())
+    waiting = set(connection.execute(sa.select(unrecorded.experiment_id).distinct()).scalars())
+    ids = list(connection.execute(sa.select(tables.experiments.c.id).order_by("id")).scalars())
     wrong: list[int | None] = []
     if not are_records_begun(connection):
         return []  # the next master records all anew
@@ -338,7 +340,7 @@ def check_records(home: Path, connection: Connection, report: Report) -> list[in
 
 
 def _check_experiment_records(
-    home: Path, connection: Connection, experiment_id: int, report: Report
+    home: Path, connection: sa.Connection, experiment_id: int, report: Report
 ) -> bool:
     path = record_path(home, experiment_id)
     name = path.relative_to(home).as_posix()
@@ -376,11 +378,11 @@ def _check_experiment_records(
     return num_lacking > 0
 
 
-def _accounts_problem(path: Path, connection: Connection) -> str | None:
+def _accounts_problem(path: Path, connection: sa.Connection) -> str | None:
     try:
         num_damaged = sum(row is None for _, row in read_record(path))
     except FileNotFoundError:
-        has_any = any(connection.execute(select(one).limit(1)).first() for one in _ACCOUNTS)
+        has_any = any(connection.execute(sa.select(one).limit(1)).first() for one in _ACCOUNTS)
         return "is missing" if has_any else None
     except OSError as error:
         return f"cannot be read ({error.strerror})"
@@ -392,10 +394,10 @@ def _damaged(name: str, num_damaged: int) -> Finding:
     return Finding(kind="record", where=name, problem=f"has {lines}")
 
 
-def _is_over(connection: Connection, experiment_id: int) -> bool:
+def _is_over(connection: sa.Connection, experiment_id: int) -> bool:
     """Return whether no attempt of an experiment is at work."""
     attempts = tables.attempts.c
-    query = select(attempts.id).where(
+    query = sa.select(attempts.id).where(
         attempts.experiment_id == experiment_id, attempts.ended_at.is_(None)
     )
     return connection.execute(query.limit(1)).first() is None
@@ -417,7 +419,9 @@ _OTHER = "is not in the database as it is in the record"
 _MISSING = "is in the record and not in the database"
 
 
-def rows_to_mend(home: Path, connection: Connection, experiment_id: int) -> Iterator[RecordedRow]:
+def rows_to_mend(
+    home: Path, connection: sa.Connection, experiment_id: int
+) -> Iterator[RecordedRow]:
     """Yield the newest recorded rows differing from the database or missing there."""
     wanted: dict[Key, RecordedRow] = {}
     is_over = _is_over(connection, experiment_id)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from sqlalchemy import text
+import sqlalchemy as sa
 
 from paceline import faults
 from paceline._base.files import sync_directory
@@ -104,8 +104,8 @@ def read_old_access(home: Path) -> OldAccess:
 
 def _database_access(home: Path) -> OldAccess:
     with open_read_only(home / DATABASE) as connection:
-        users = connection.execute(text("SELECT * FROM users")).mappings()
-        tokens = connection.execute(text("SELECT digest, revoked_at FROM tokens"))
+        users = connection.execute(sa.text("SELECT * FROM users")).mappings()
+        tokens = connection.execute(sa.text("SELECT digest, revoked_at FROM tokens"))
         return OldAccess(
             home,
             {row["name"]: _access_of({**row}) for row in users},
